@@ -1,4 +1,4 @@
-"""What benchmarks share: options, fresh processes, memory, bases, tables and records."""
+"""Shared functions of benchmarks: options, fresh processes, memory, bases, tables and records."""
 
 import argparse
 import json
@@ -32,7 +32,7 @@ SHAPES: dict[str, tuple[Any, ...]] = {
 
 
 def options_of(doc: str | None, threads: bool = True) -> argparse.ArgumentParser:
-    """A parser that knows --json and, where it matters, --threads."""
+    """Return a parser with the options --json and, where it matters, --threads."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=form)
     parser.add_argument("--json", type=Path, help="write the figures here")
@@ -63,40 +63,45 @@ def show(
 
 
 def fresh(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Work in a process of its own. It begins with this one's peak, so this one must stay small."""
+    """Run a function in a new process, whose peak memory is at least that of this process."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(work, *arguments).result()
 
 
 def resident(which: str, pid: int | str = "self") -> int:
-    """A process's resident memory in bytes: VmRSS, now; RssAnon, without files; VmHWM, at most."""
+    """Return a process's resident memory in bytes.
+
+    Args:
+        which: VmRSS (at present), RssAnon (at present, without files) or VmHWM (the peak).
+        pid: The process; by default this one.
+    """
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition(f"{which}:")[2].split()[0]) * 1024
 
 
 def peak() -> int:
-    """Bytes that this process has held at most, from its first import on."""
+    """Return the peak memory of this process in bytes, from its first import on."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def recorded(folder: RunFolder, name: str) -> list[float]:
-    """A figure's values in a run folder, in order."""
+    """Return the values of a metric in a run folder, in order."""
     return [line["value"] for line in folder.metrics() if line["name"] == name]
 
 
 def random_ids(*shape: int, vocabulary: int = VOCABULARY) -> Tensor:
-    """Tokens, the same at every call."""
+    """Return random tokens; every call returns equal ones."""
     return torch.randint(vocabulary, shape, generator=generator(0, "ids"))
 
 
 def gpt2() -> GPT2LMHeadModel:
-    """GPT-2's shape (124M), frozen, with random weights and without dropout."""
+    """Return a frozen model of GPT-2's shape (124M), with random weights and without dropout."""
     config = GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
     return GPT2LMHeadModel(config).requires_grad_(False)
 
 
 def llama(shape: str, **changes: Any) -> LlamaConfig:
-    """The configuration of a Llama."""
+    """Return the configuration of a Llama."""
     heads: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 8}
     sizes = dict(zip(SIZES, SHAPES[shape], strict=True))
     return LlamaConfig(**{"vocab_size": VOCABULARY, **heads, **sizes, **changes})
@@ -139,7 +144,7 @@ def make_base(folder: Path, shape: str) -> None:
 
 
 def _random(noise: Tensor, shape: torch.Size) -> Tensor:
-    """Norms are ones; the rest is noise, again and again where it does not suffice."""
+    """Return ones for a norm; otherwise noise, repeated if it is too short."""
     if len(shape) == 1:
         return torch.ones(shape, dtype=noise.dtype)
     count = math.prod(shape)

@@ -319,11 +319,11 @@ def observe(
         name: Connection(address, Credentials.load(folder / f"{name}.key")) for name in CLIENTS
     }
     end = time.monotonic() + seconds
-    found: dict[str, list[float]] = {}
+    latencies: dict[str, list[float]] = {}
     tasks = {"heartbeat": heartbeats, "delivery": deliveries}
 
     def run(name: str) -> None:
-        found[name] = tasks[name](connections[name], end)
+        latencies[name] = tasks[name](connections[name], end)
 
     threads = [threading.Thread(target=run, args=(name,)) for name in tasks]
     for thread in threads:
@@ -334,7 +334,7 @@ def observe(
     for connection in connections.values():
         with suppress(httpx.HTTPError):
             connection.disconnect()
-    return Latencies.of(found["heartbeat"]), Latencies.of(found["delivery"]), rates
+    return Latencies.of(latencies["heartbeat"]), Latencies.of(latencies["delivery"]), rates
 
 
 def cells(row: Row) -> list[str]:

@@ -1,4 +1,4 @@
-"""How much memory the local engine needs: one base, and 1, 4 or 32 clients that share it.
+"""Memory of the local engine: one base, and 1, 4 or 32 clients that share it.
 
 GPT-2 (124M, random weights) and CoMiGS-1G1S at rank 8, a batch of 8 x 128 tokens, through the
 public API: one round, with an update of the experts and one of the routers, a checkpoint, and
@@ -30,7 +30,7 @@ TARGETS = {4: 1.10, 32: 1.60}
 
 @dataclass(frozen=True)
 class Peak:
-    """What a run with so many clients needed, in bytes."""
+    """The peak memory of a run in bytes, by number of clients."""
 
     clients: int
     peak: int
@@ -49,14 +49,14 @@ def make_base(folder: Path) -> None:
 
 
 def make_texts(folder: Path, clients: int) -> list[dict[str, str]]:
-    """A file of random words per client: the run's `clients`."""
+    """Write a file of random words per client, and return the run's `clients`."""
     words = ["the", "sea", "was", "calm", "and", "no", "one", "knew", "which", "way", "ships"]
-    found = []
+    clients_of_run = []
     for name in (f"client-{number:02d}" for number in range(clients)):
         chosen = torch.randint(len(words), (12_000,), generator=generator(0, "text", name))
         (folder / f"{name}.txt").write_text(" ".join(words[i] for i in chosen.tolist()))
-        found.append({"name": name, "path": f"{name}.txt"})
-    return found
+        clients_of_run.append({"name": name, "path": f"{name}.txt"})
+    return clients_of_run
 
 
 def measure(
@@ -116,9 +116,9 @@ def cells(row: Peak, before: Peak | None, first: Peak) -> list[str]:
     ]
 
 
-def per_client(one: Peak, more: Peak) -> float:
+def per_client(fewer: Peak, more: Peak) -> float:
     """Return the MiB of each client by which one run has more than another."""
-    return (more.peak - one.peak) / (more.clients - one.clients) / MIB
+    return (more.peak - fewer.peak) / (more.clients - fewer.clients) / MIB
 
 
 def main() -> None:

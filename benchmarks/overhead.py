@@ -1,8 +1,8 @@
-"""What CoMiGS's appendix B.1 counts, counted again: a forward pass, the router, what is sent.
+"""The overhead of CoMiGS in appendix B.1: operations, parameters of routers, and messages.
 
-As Chowdhery et al. (arXiv 2204.02311, appendix B) count: a pass over T tokens takes
-T * (2 N + 4 L d T) operations, with N parameters and L layers of width d; adapters add 2 operations
-per value and token. GPT-2 is its configuration alone, without weights, so nothing is downloaded.
+A pass over T tokens takes T * (2 N + 4 L d T) operations, with N parameters and L layers of width d
+(Chowdhery et al., arXiv 2204.02311, appendix B); adapters add 2 operations per value and token.
+GPT-2 is its configuration alone, without weights, so nothing is downloaded.
 """
 
 import argparse
@@ -30,10 +30,10 @@ PAPER = {
 
 @dataclass(frozen=True)
 class Overhead:
-    """What a method adds to a base."""
+    """The overhead of a method over its base."""
 
     flops: float
-    """Of a forward pass over one sequence."""
+    """Operations of a forward pass over one sequence."""
     router: int
     """Values of the routers."""
     sent: int
@@ -43,28 +43,28 @@ class Overhead:
 
 
 def base_flops(base: Any, tokens: int) -> float:
-    """A forward pass of the base over one sequence."""
+    """Return the operations of a forward pass of the base over one sequence."""
     parameters = sum(parameter.numel() for parameter in base.parameters())
     config = base.config
     return tokens * (2 * parameters + 4 * config.num_hidden_layers * config.hidden_size * tokens)
 
 
 def overhead(base: Any, tokens: int, method: dict[str, Any]) -> Overhead:
-    """What a method, whose every expert works on every token, adds."""
-    found = method_from(method)
-    assert isinstance(found, AdapterMethod)
-    parts = found.adapter(base, 0, "anna").parameters().values()
+    """Return the overhead of a method, each of whose experts processes every token."""
+    adapted = method_from(method)
+    assert isinstance(adapted, AdapterMethod)
+    parts = adapted.adapter(base, 0, "anna").parameters().values()
     values = sum(part.tensor.numel() for part in parts)
     sizes: dict[str, int] = {}
     for part in parts:
-        role = part.role if part.role == "router" or found.shared(part) else "kept"
+        role = part.role if part.role == "router" or adapted.shared(part) else "kept"
         sizes[role] = sizes.get(role, 0) + part.tensor.numel()
     sent = (sizes.get("generalist", 0), sizes.get("dense", 0))
     return Overhead(2.0 * values * tokens, sizes.get("router", 0), *sent)
 
 
 def table(tokens: int) -> Table:
-    """Ours and the paper's, a row per method."""
+    """Return a table with the computed and the published values of each method."""
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(GPT2Config())
     whole = base_flops(base, tokens)
@@ -75,16 +75,16 @@ def table(tokens: int) -> Table:
     }
     rows = [("GPT-2", f"{whole / 1e9:.2f} GFLOP", PAPER["GPT-2"][0], "", "", "", "")]
     for name, method in methods.items():
-        found = overhead(base, tokens, method)
+        added = overhead(base, tokens, method)
         flops, memory, sent = PAPER[name]
         rows.append(
             (
                 name,
-                f"+{found.flops / 1e6:.1f} MFLOP (+{100 * found.flops / whole:.2f} %)",
+                f"+{added.flops / 1e6:.1f} MFLOP (+{100 * added.flops / whole:.2f} %)",
                 flops,
-                _mib(found.router),
+                _mib(added.router),
                 memory,
-                f"{_mib(found.sent)} + {_mib(found.attention)}",
+                f"{_mib(added.sent)} + {_mib(added.attention)}",
                 sent,
             )
         )

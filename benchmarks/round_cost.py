@@ -1,4 +1,4 @@
-"""What a round costs, by method: FedAMoLE's table 4 (arXiv 2411.19128), and its table 2 in part.
+"""The cost of a round, by method: FedAMoLE's table 4 (arXiv 2411.19128), and its table 2 in part.
 
 Each row is a process of its own: one round of ten clients, as the paper has them, on random
 questions with one of three answers. Memory is the process's peak (Linux's ru_maxrss), or the
@@ -96,14 +96,14 @@ class Clock:
 
 
 def now() -> float:
-    """Seconds, when all work on a GPU is done."""
+    """Return the time in seconds, after all work on a GPU is done."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def make(folder: Path, name: str) -> str:
-    """A base's name or folder; it has random weights unless it is embedded."""
+    """Return the name of an embedded base, or the folder of a new base with random weights."""
     if name == "llama-1b":
         make_base(folder, "1b")
         return str(folder)
@@ -126,20 +126,20 @@ def make(folder: Path, name: str) -> str:
 
 
 def make_questions(folder: Path, samples: int) -> list[dict[str, str]]:
-    """A file of questions per client: the run's `clients`."""
-    found = []
+    """Write a file of questions per client, and return the run's `clients`."""
+    entries = []
     for client in range(CLIENTS):
         with (folder / f"client-{client}.jsonl").open("w", encoding="utf-8") as file:
             for n in range(samples):
                 words = [WORDS[(7 * n + 3 * i * (client + 1)) % len(WORDS)] for i in range(30)]
                 record = {"instruction": " ".join(words), "output": ["Yes", "No", "Maybe"][n % 3]}
                 file.write(json.dumps(record) + "\n")
-        found.append({"name": f"client-{client}", "path": f"client-{client}.jsonl"})
-    return found
+        entries.append({"name": f"client-{client}", "path": f"client-{client}.jsonl"})
+    return entries
 
 
 def run_of(base: str, folder: Path, method: dict[str, Any], args: argparse.Namespace) -> Any:
-    """One round as plain data."""
+    """Return the settings of a run of one round."""
     samples = args.tests * 10
     return {
         "base": base,
@@ -158,12 +158,12 @@ def run_of(base: str, folder: Path, method: dict[str, Any], args: argparse.Names
 
 
 def measured(run: dict[str, Any], out: Path) -> list[float]:
-    """The seven figures of the last exchange; FDLoRA's first one trains clients alone."""
+    """Return the seven figures of the last exchange; FDLoRA's first one trains clients alone."""
     config = parse(run)
     session = Session(config)
-    who = session.federation(config)
+    participants = session.federation(config)
     out.mkdir()
-    rounds = local_run(config, session.base, who.clients, RunFolder(out))
+    rounds = local_run(config, session.base, participants.clients, RunFolder(out))
     clock = Clock()
     for host in map(rounds.clients.host, rounds.names):
         clock.time(host.side, "train", "train")
@@ -188,7 +188,7 @@ def measured(run: dict[str, Any], out: Path) -> list[float]:
 
 
 def by_shape(method: dict[str, Any]) -> float:
-    """MB of an upload's values on Llama-3.2-1B's shape, in bf16; mean over clients."""
+    """Return the MB of an upload's values on Llama-3.2-1B's shape in bf16, mean over clients."""
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(llama("1b"))
     names = [f"client-{n}" for n in range(CLIENTS)]
@@ -207,7 +207,7 @@ def by_shape(method: dict[str, Any]) -> float:
 
 
 def cell(ours: float, paper: float | None) -> str:
-    """A figure, and the paper's beside it."""
+    """Return a figure, with the paper's figure beside it."""
     return f"{ours:,.2f}" if paper is None else f"{ours:,.2f} ({paper:,.2f})"
 
 
@@ -223,17 +223,17 @@ def main() -> None:
     logging.disable_progress_bar()
     rows = SWITCH if args.base == "moe" else LLAMA
     columns = ("memory", "up", "down", "train s", "aggregate s", "test s", "up, bf16")
-    table, found = [], {}
+    table, figures = [], {}
     with TemporaryDirectory() as place:
         base = fresh(make, Path(place) / "base", args.base)
         for name, (method, paper) in rows.items():
             if args.methods and name not in args.methods:
                 continue
             run = run_of(base, Path(place), method, args)
-            found[name] = fresh(measured, run, Path(place) / f"run of {name}")
-            table.append([name, *map(cell, found[name], (*paper, None))])
+            figures[name] = fresh(measured, run, Path(place) / f"run of {name}")
+            table.append([name, *map(cell, figures[name], (*paper, None))])
     show("MB and seconds (the paper's)", ("method", *columns), table)
-    write(args, columns=columns, rows=found)
+    write(args, columns=columns, rows=figures)
 
 
 if __name__ == "__main__":

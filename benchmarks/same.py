@@ -172,20 +172,20 @@ def git(*words: str) -> str:
 
 
 def compare(folder: Path, engine: str, names: list[str], old: Path, new: Path) -> list[Row]:
-    """Carry out the same runs with two checkouts; return what differs."""
+    """Run the same files with two checkouts, and return the differences."""
     outs = [folder / f"{engine}-{checkout.name}" for checkout in (old, new)]
-    one, other = (
+    earlier, later = (
         carry_out(checkout, engine, folder / "inputs", out, names)
         for checkout, out in zip((old, new), outs, strict=True)
     )
     rows: list[Row] = []
     for name in names:
-        first, second = one.get(name, UNFINISHED), other.get(name, UNFINISHED)
+        first, second = earlier.get(name, UNFINISHED), later.get(name, UNFINISHED)
         errors = [line["error"] for line in (first, second)]
-        found = [f"{which}: {e}" for which, e in zip(("old", "new"), errors, strict=True) if e]
-        if not found:
-            found = differences(contents(outs[0] / name), contents(outs[1] / name))
-        rows.append(Row(name, engine, found, (first["seconds"], second["seconds"])))
+        differing = [f"{which}: {e}" for which, e in zip(("old", "new"), errors, strict=True) if e]
+        if not differing:
+            differing = differences(contents(outs[0] / name), contents(outs[1] / name))
+        rows.append(Row(name, engine, differing, (first["seconds"], second["seconds"])))
     return rows
 
 
@@ -195,7 +195,7 @@ UNFINISHED = {"seconds": 0.0, "error": "the process ended before this run; see l
 def carry_out(
     checkout: Path, engine: str, inputs: Path, out: Path, names: list[str]
 ) -> dict[str, dict[str, Any]]:
-    """Carry out run files with a checkout's code; return the line of runs.jsonl of each."""
+    """Run files with the code of a checkout, and return the line of runs.jsonl of each."""
     out.mkdir()
     paths = os.pathsep.join([str(checkout / "src"), str(checkout)])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
@@ -213,7 +213,7 @@ def carry_out(
 
 def contents(folder: Path) -> dict[str, Any]:
     """Read all results of the run folders in a folder, by file, less what tells the time."""
-    found: dict[str, Any] = {}
+    contents_by_path: dict[str, Any] = {}
     for description in sorted(folder.rglob("run.json")):
         run = description.parent
         name = str(run.relative_to(folder))
@@ -223,11 +223,11 @@ def contents(folder: Path) -> dict[str, Any]:
         states = sorted(checkpoints[-1].glob("*.safetensors")) if checkpoints else []
         of_server = [file for file in states if file.stem.startswith(("server", "transforms"))]
         if of_server:
-            found[f"{name}/server"] = without_names(map(read, of_server))
+            contents_by_path[f"{name}/server"] = without_names(map(read, of_server))
         files += [file for file in states if file not in of_server]
         for file in filter(Path.exists, files):
-            found[f"{name}/{file.relative_to(run)}"] = read(file)
-    return found
+            contents_by_path[f"{name}/{file.relative_to(run)}"] = read(file)
+    return contents_by_path
 
 
 def read(file: Path) -> Any:
@@ -249,11 +249,11 @@ def tensors(data: bytes) -> dict[str, Any]:
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     written = json.loads(header.pop("__metadata__", {}).get("coterie", "{}"))
-    found = {f"header: {key}": value for key, value in written.items() if key != "coterie"}
+    entries = {f"header: {key}": value for key, value in written.items() if key != "coterie"}
     for name, tensor in header.items():
         begin, end = (8 + size + offset for offset in tensor["data_offsets"])
-        found[name] = (tensor["dtype"], tuple(tensor["shape"]), data[begin:end])
-    return found
+        entries[name] = (tensor["dtype"], tuple(tensor["shape"]), data[begin:end])
+    return entries
 
 
 def without_names(files: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -272,13 +272,13 @@ def timeless(value: Any) -> Any:
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return a line for each file that is not the same in both; a run without files is one, too."""
-    found = [] if old or new else ["neither has written a run folder"]
+    lines = [] if old or new else ["neither has written a run folder"]
     for file in sorted(old.keys() | new.keys()):
         if file not in new or file not in old:
-            found.append(f"{file} is missing in {'old' if file in new else 'new'}")
+            lines.append(f"{file} is missing in {'old' if file in new else 'new'}")
         elif old[file] != new[file]:
-            found.append(f"{file}: {difference(old[file], new[file])}")
-    return found
+            lines.append(f"{file}: {difference(old[file], new[file])}")
+    return lines
 
 
 def difference(old: Any, new: Any) -> str:

@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def run(engine: str, file: Path, folder: Path) -> None:
-    """Carry out one run in a folder that does not exist yet."""
+    """Run one file in a folder that does not exist yet."""
     if engine == "processes":
         deploy(json.loads(file.read_text(encoding="utf-8")), folder)
     elif engine == "deployment":
@@ -56,7 +56,7 @@ def run(engine: str, file: Path, folder: Path) -> None:
 
 
 def deploy_with_faults(config: Any, folder: Path) -> None:
-    """Deploy a run in one process, with faults.
+    """Start a run in one process, with faults.
 
     A client misses the first exchange. Another client's reply in the last exchange is lost, and the
     server is killed while it waits for this reply.
@@ -91,15 +91,15 @@ class Killed(Exception):
 
 
 def deploy(values: dict[str, Any], folder: Path) -> None:
-    """Deploy a run with a process for the server and for each client, as a person would."""
+    """Start the server and each client of a run in processes of their own."""
     folder.mkdir()
     clients = {client["name"]: client["path"] for client in values["clients"]}
     texts = Path(values["data_root"])
     public = str(texts / values["data"]["public"])
-    told = {key: value for key, value in values.items() if key != "data_root"}
-    told["data"] = {**values["data"], "public": public}
-    told["clients"] = [{"name": name} for name in clients]
-    (folder / "run.yaml").write_text(json.dumps(told), encoding="utf-8")
+    deployed = {key: value for key, value in values.items() if key != "data_root"}
+    deployed["data"] = {**values["data"], "public": public}
+    deployed["clients"] = [{"name": name} for name in clients]
+    (folder / "run.yaml").write_text(json.dumps(deployed), encoding="utf-8")
     for words in (["init"], *(["add", name] for name in clients)):
         subprocess.run([*COTERIE, "keys", *words], cwd=folder, check=True, capture_output=True)
     with socket.socket() as free:
@@ -108,8 +108,8 @@ def deploy(values: dict[str, Any], folder: Path) -> None:
     commands = {"server": ["server", "run.yaml", "--address", f"127.0.0.1:{port}", "--out", "run"]}
     for name, path in clients.items():
         where = ["--server", f"localhost:{port}", "--key", f"{name}.key", "--out", f"site-{name}"]
-        what = ["--data", str(texts / path), "--base", values["base"], "--run", "run.yaml"]
-        commands[name] = ["client", *where, *what, "--public", public]
+        options = ["--data", str(texts / path), "--base", values["base"], "--run", "run.yaml"]
+        commands[name] = ["client", *where, *options, "--public", public]
     ended = together(commands, folder)
     if any(code != 0 for code in ended.values()):
         raise RuntimeError(f"exit codes {ended}; see the files *.out in {folder}")

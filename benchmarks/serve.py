@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def prompts(count: int) -> list[str]:
-    """Questions of different lengths, the same at every call."""
+    """Return questions of different lengths; every call returns equal ones."""
     draw = random.Random(0)
     words = ["when", "do", "you", "close", "who", "can", "help", "with", "the", "old", "boiler"]
     return [" ".join(draw.choices(words, k=draw.randint(4, 20))) + "?" for _ in range(count)]

@@ -1,4 +1,4 @@
-"""How much memory a server needs for its rounds, with 4 and with 100 clients.
+"""Memory of a server in its rounds, with 4 and with 100 clients.
 
 Uploads of random values in the shapes of low-rank pairs on GPT-2 (124M), or on a base of Llama's
 shape (--base), arrive one by one as bytes, are checked and counted in, and the round is closed;
@@ -51,7 +51,7 @@ class Peak:
 
 
 def measure(name: str, base_name: str, count: int, threads: int) -> Peak:
-    """Two rounds; to be called once per process."""
+    """Measure two rounds; every call needs a new process."""
     torch.set_num_threads(threads)
     return_freed_memory()  # as `coterie server` does
     clients = tuple(f"client-{number:03d}" for number in range(count))
@@ -89,7 +89,7 @@ def measure(name: str, base_name: str, count: int, threads: int) -> Peak:
 
 
 def joined(server: Server[Any], clients: Sequence[str]) -> Any:
-    """The server's value when all clients have joined."""
+    """Return the server's value after all clients have joined."""
     value = server.initial()
     for client in clients:
         shapes = {}
@@ -101,7 +101,7 @@ def joined(server: Server[Any], clients: Sequence[str]) -> Any:
 
 
 def make_exchange(method: Method, clients: Sequence[str], folder: Path) -> Exchange:
-    """The first exchange, without transforms."""
+    """Return the first exchange, without transforms."""
     schema = method.schema()
     exchange = Exchange(folder, Pipeline((), schema, 1), schema, AggregationSpec())
     exchange.open(FIRST, clients)
@@ -109,7 +109,7 @@ def make_exchange(method: Method, clients: Sequence[str], folder: Path) -> Excha
 
 
 def make_upload(server: Server[Any], value: Any, client: str, exchange: Exchange) -> bytes:
-    """Random values, encoded."""
+    """Return an encoded upload of random values."""
     chance = generator(0, "upload", client)
     expected = server.expects(value, client, exchange).items()
     groups = {

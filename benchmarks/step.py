@@ -1,4 +1,4 @@
-"""How long one local training step takes: ours against PEFT, a naive mixture and the published way.
+"""The time of a local training step, compared with PEFT, a naive mixture and the published code.
 
 A batch of 8 x 128 tokens (`--batch`): forward, backward and an AdamW step of everything but the
 routers, as in an expert step of CoMiGS. The base is GPT-2 (124M, random weights, no dropout), or
@@ -47,7 +47,7 @@ class NaiveLora(nn.Module):
         self.B = nn.Parameter(torch.zeros(outside, RANK))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (..., in) to (..., out)."""
+        """Map x (..., in) to (..., out)."""
         return self.base(x) + ALPHA / RANK**0.5 * F.linear(F.linear(x, self.A), self.B)
 
 
@@ -66,11 +66,11 @@ class NaiveMixture(nn.Module):
         self.router = nn.Linear(dim, experts, bias=False).requires_grad_(False)
 
     def expert(self, i: int, x: Tensor) -> Tensor:
-        """One expert's MLP: (..., dim) to (..., dim)."""
+        """Apply one expert's MLP, (..., dim) to (..., dim)."""
         return self.down[i](self.act(self.up[i](x)))  # pyright: ignore
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (batch, time, dim), the same out."""
+        """Map x (..., in) to (..., out)."""
         tokens = x.flatten(0, 1)
         weights, chosen = self.router(tokens).topk(2)
         weights = weights.softmax(-1, dtype=torch.float).type_as(x)
@@ -166,7 +166,7 @@ def naive(experts: int, gathers: bool) -> Contestant:
 def ours(
     model: PreTrainedModel, specialists: int, precision: Precision, plain: bool = False
 ) -> Contestant:
-    """Plain: only the mixture is ours; loss, casts and attention are those of the others."""
+    """Return Coterie's contestant; `plain`: with the loss, casts and attention of the others."""
     if not plain:
         prepare(model, precision, TIME)
     layout = Layout(1, specialists, rank=RANK, attention_rank=RANK, alpha=ALPHA)
@@ -205,7 +205,7 @@ def measure(
     rounds: int,
     clock: Callable[[], float],
 ) -> dict[str, list[float]]:
-    """Seconds per step of each contestant, after one round to warm up."""
+    """Return the seconds per step of each contestant, after one round of warm-up."""
     chance = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCABULARY, (batch, TIME + 1), generator=chance)
 
@@ -219,8 +219,8 @@ def measure(
 
     adamw = partial(torch.optim.AdamW, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01)
     steps = {
-        name: partial(step, one, adamw(one.trained) if one.trained else None)
-        for name, one in runners.items()
+        name: partial(step, contestant, adamw(contestant.trained) if contestant.trained else None)
+        for name, contestant in runners.items()
     }
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds + 1):
@@ -245,11 +245,11 @@ def show_medians(title: str, batch: int, seconds: dict[str, float], precision: P
         rows.append((name, f"{1000 * median:.0f}", *ratios))
     title = f"One training step, {title}, {batch} x {TIME} tokens, {setting}"
     show(title, ("contestant", "median ms", *against.values()), rows)
-    for who, other, limit in TARGETS:
+    for contestant, other, limit in TARGETS:
         if other in seconds:
-            ratio = seconds[who] / seconds[other]
+            ratio = seconds[contestant] / seconds[other]
             verdict = "met" if ratio <= limit else "missed"
-            print(f"{who}: {ratio:.2f} x {other}, target {limit:.2f}: {verdict}")
+            print(f"{contestant}: {ratio:.2f} x {other}, target {limit:.2f}: {verdict}")
 
 
 def main() -> None:
@@ -272,9 +272,9 @@ def main() -> None:
     medians = {name: statistics.median(values) for name, values in runs.items()}
     show_medians(base.title, batch, medians, precision)
     ratios = [
-        {"contestant": who, "against": other, "target": limit,
-         "ratio": medians[who] / medians[other]}
-        for who, other, limit in TARGETS
+        {"contestant": contestant, "against": other, "target": limit,
+         "ratio": medians[contestant] / medians[other]}
+        for contestant, other, limit in TARGETS
         if other in medians
     ]  # fmt: skip
     write(options, threads=torch.get_num_threads(), seconds=medians, ratios=ratios)

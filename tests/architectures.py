@@ -89,14 +89,14 @@ WITHOUT_MLP = ("mixtral", "qwen3_moe", "qwen3_5_moe_text", "gpt_oss", "mamba", "
 
 
 def small_model(name: str, **settings: Any) -> PreTrainedModel:
-    """A random model of an architecture, in float32."""
+    """Return a random model of an architecture, in float32."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **{**ARCHITECTURES[name], **settings})
     return AutoModelForCausalLM.from_config(config).eval()
 
 
 def table() -> str:
-    """In Markdown: where adapters stand, in a row for all architectures in which it is the same."""
+    """Return a Markdown table of the layers with adapters; equal architectures share a row."""
     rows: dict[tuple[str, str], list[str]] = {}
     for name in ARCHITECTURES:
         config = AutoConfig.for_model(name, **ARCHITECTURES[name])
@@ -114,11 +114,11 @@ def table() -> str:
 
 
 def stands(model: PreTrainedModel, layout: Layout) -> dict[str, str]:
-    """Where an adapter stands, in a cell of a table, by what it is."""
-    found = coverage(model, Adapter(model, layout, 0, "", lambda _: True).parameters().values())
-    told: dict[str, list[str]] = {}
-    for (what, where), numbers in found.covered.items():
-        some = "" if len(numbers) == found.total else f", {len(numbers)} in {found.total}"
-        told.setdefault(what, []).append(where.removeprefix("on ") + some)
-    assert not found.others
-    return {what: "; ".join(places) for what, places in told.items()}
+    """Return the layers of an adapter as a cell of a table, by kind of adapter."""
+    covered = coverage(model, Adapter(model, layout, 0, "", lambda _: True).parameters().values())
+    places_of: dict[str, list[str]] = {}
+    for (kind, where), numbers in covered.covered.items():
+        some = "" if len(numbers) == covered.total else f", {len(numbers)} in {covered.total}"
+        places_of.setdefault(kind, []).append(where.removeprefix("on ") + some)
+    assert not covered.others
+    return {kind: "; ".join(places) for kind, places in places_of.items()}

@@ -14,7 +14,7 @@ from coterie.runs import RunFolder
 
 @dataclass(frozen=True)
 class Said:
-    """How a command ended: its exit code and what it printed."""
+    """The exit code and the output of a command."""
 
     code: int
     out: str

@@ -15,16 +15,16 @@ def fill(tensors: Tensors, std: float, seed: int) -> None:
         tensor.data.normal_(std=std, generator=chance)
 
 
-def equal(one: Tensors, other: Tensors) -> bool:
+def equal(values: Tensors, other: Tensors) -> bool:
     """Return whether tensors with the same names are bit-identical."""
-    assert one.keys() == other.keys() != set()
-    return all(torch.equal(one[name].cpu(), other[name].cpu()) for name in one)
+    assert values.keys() == other.keys() != set()
+    return all(torch.equal(values[name].cpu(), other[name].cpu()) for name in values)
 
 
-def close_to(one: Tensors, other: Tensors, atol: float = 1e-6) -> bool:
+def close_to(values: Tensors, other: Tensors, atol: float = 1e-6) -> bool:
     """Return whether tensors with the same names are equal up to rounding."""
-    assert one.keys() == other.keys() != set()
-    return all(torch.allclose(one[n].double(), other[n].double(), atol=atol) for n in one)
+    assert values.keys() == other.keys() != set()
+    return all(torch.allclose(values[n].double(), other[n].double(), atol=atol) for n in values)
 
 
 def mean_of(tensors: Iterable[Tensors], weights: Iterable[float] = ()) -> dict[str, Tensor]:

@@ -119,12 +119,12 @@ def test_resuming_with_changed_texts_is_refused(values, own_texts, tmp_path) -> 
 
 def test_a_run_goes_on_once_a_full_disk_has_room_again(config, tmp_path, monkeypatch) -> None:
     whole = coterie.run(config(), out=tmp_path / "whole")
-    room, sync = 12, os.fsync
+    free, sync = 12, os.fsync
 
     def fsync(descriptor: int) -> None:
-        nonlocal room
-        room -= 1
-        if room < 0:
+        nonlocal free
+        free -= 1
+        if free < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
         sync(descriptor)
 
@@ -140,12 +140,12 @@ def test_a_run_goes_on_once_a_full_disk_has_room_again(config, tmp_path, monkeyp
 
 def test_a_comparison_runs_only_what_is_new(values, own_texts, tmp_path, counted) -> None:
     run = values(rounds=1, data_root=str(own_texts))
-    out, said = tmp_path / "compare", []
+    out, lines = tmp_path / "compare", []
     coterie.compare(run, ["comigs-1g1s", "pretrained"], out=out)
     assert counted == ["comigs-1g1s-0", "pretrained-0"]
-    more = coterie.compare(run, ["pretrained", "local"], seeds=2, out=out, report=said.append)
+    more = coterie.compare(run, ["pretrained", "local"], seeds=2, out=out, report=lines.append)
     assert counted[2:] == ["local-0", "pretrained-1", "local-1"]
-    assert said == [
+    assert lines == [
         "Run 1 of 4: pretrained-seed0 (already finished)",
         "Run 2 of 4: local-seed0",
         "Run 3 of 4: pretrained-seed1",
@@ -155,9 +155,9 @@ def test_a_comparison_runs_only_what_is_new(values, own_texts, tmp_path, counted
     assert "| local |" in (out / "compare.md").read_text()
     assert (out / "compare.json").exists()
     change(own_texts, "poet")
-    changed = coterie.compare(run, ["pretrained"], out=out, report=said.append)
+    changed = coterie.compare(run, ["pretrained"], out=out, report=lines.append)
     assert counted[5:] == ["pretrained-0"]
-    assert said[4:] == ["Run 1 of 1: pretrained-seed0 (repeated because the texts have changed)"]
+    assert lines[4:] == ["Run 1 of 1: pretrained-seed0 (repeated because the texts have changed)"]
     before, after = more.results["pretrained"][0], changed.results["pretrained"][0]
     assert before["trained"]["poet"] != after["trained"]["poet"]
     assert before["trained"]["whaler"] == after["trained"]["whaler"]

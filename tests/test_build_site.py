@@ -36,8 +36,8 @@ def test_links_lead_to_the_places_of_their_files_in_the_site(repository) -> None
     assert "`````python\nprint('````')\n`````" in code
     assert "(recipes/small/a.yaml.md)" in (repository / "site/source/recipes.md").read_text()
     assert (repository / "site/source/recipes/small/a.yaml.md").exists()
-    one = (repository / "site/use/why/one.md").read_text()
-    assert "(../../project/README.md#top) [host](https://a.b/c)" in one
+    page = (repository / "site/use/why/one.md").read_text()
+    assert "(../../project/README.md#top) [host](https://a.b/c)" in page
     assert "(../use/page.md#page)" in (repository / "site/project/README.md").read_text()
 
 

@@ -34,13 +34,13 @@ CONTAINERFILE = (ROOT / "deploy" / "Containerfile").read_text(encoding="utf-8")
 UNITS = sorted((ROOT / "deploy").glob("*.service"))
 PROGRAM = "/opt/coterie/bin/coterie"
 USAGE: Any = typer.BadParameter.__mro__[1]
-"""What the CLI raises for an option that is not there, or an argument that is missing."""
+"""The exception of the CLI for an unknown option or a missing argument."""
 
 
 def blocks(language: str) -> list[str]:
-    """The pages' code in a language; it may be indented."""
-    found = re.findall(rf"^( *)```{language}\n(.*?)^ *```$", PAGE, flags=re.DOTALL | re.MULTILINE)
-    return [re.sub(rf"^{indent}", "", code, flags=re.MULTILINE) for indent, code in found]
+    """Return the pages' code blocks in a language; blocks may be indented."""
+    fenced = re.findall(rf"^( *)```{language}\n(.*?)^ *```$", PAGE, flags=re.DOTALL | re.MULTILINE)
+    return [re.sub(rf"^{indent}", "", code, flags=re.MULTILINE) for indent, code in fenced]
 
 
 def unit(path: Path) -> configparser.ConfigParser:
@@ -55,7 +55,7 @@ def start(path: Path) -> list[str]:
 
 
 def find(words: list[str]) -> tuple[Any, list[str]]:
-    """The command that words begin with, and its arguments; raises KeyError."""
+    """Find the command that words begin with, and return it and its arguments."""
     command: Any = typer.main.get_command(app)
     rest = list(words)
     while rest and hasattr(command, "commands"):
@@ -70,7 +70,7 @@ def parse(words: list[str]) -> None:
 
 
 def options(words: list[str]) -> set[str]:
-    """Those that a command has."""
+    """Return the options of the command that words begin with."""
     return {name for option in find(words)[0].params for name in option.opts}
 
 
@@ -139,7 +139,7 @@ def test_the_server_goes_on_after_a_failure_and_not_after_its_end() -> None:
 
 
 def address(path: Path, option: str) -> tuple[str, str]:
-    """The host and the port that a unit gives with an option."""
+    """Return the host and the port that a unit gives with an option."""
     words = start(path)
     host, _, port = words[words.index(option) + 1].rpartition(":")
     return host, port
@@ -164,8 +164,8 @@ def test_systemd_knows_every_line(path: Path, tmp_path: Path) -> None:
     copy.write_text(path.read_text(encoding="utf-8").replace(PROGRAM, sys.executable))
     command = ["systemd-analyze", "verify", "--man=no", str(copy)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = [line for line in done.stderr.splitlines() if path.stem in line]
-    assert (done.returncode, said) == (0, [])
+    complaints = [line for line in done.stderr.splitlines() if path.stem in line]
+    assert (done.returncode, complaints) == (0, [])
 
 
 def test_the_page_describes_every_metric_and_every_state() -> None:
@@ -175,7 +175,7 @@ def test_the_page_describes_every_metric_and_every_state() -> None:
 
 
 def health(process: int) -> int:
-    """The exit code of the image's health check, where a process is a container's first."""
+    """Return the exit code of the image's health check for a container's first process."""
     [text] = re.findall(r"^HEALTHCHECK .*\\\n +CMD (\[.*\])$", CONTAINERFILE, flags=re.MULTILINE)
     program, option, code = json.loads(text)
     assert (program, option) == ("python", "-c")
@@ -187,7 +187,7 @@ def health(process: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="no /proc on this system")
-def test_the_health_check_tells_a_server_that_answers_from_one_that_does_not(tmp_path) -> None:
+def test_the_health_check_fails_without_an_answer(tmp_path) -> None:
     run = {"name": "us", "base": "tiny-gpt2", "clients": [{"name": "anna", "path": "diarist.txt"}]}
     texts = str(EMBEDDED / "demo-writers")
     with Deployment(tmp_path / "run", {**run, "data_root": texts}) as deployment:

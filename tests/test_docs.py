@@ -40,9 +40,9 @@ def test_the_page_shows_the_example_as_it_is() -> None:
 def test_the_example_of_freezing_runs(config) -> None:
     page = (ROOT / "docs" / "develop" / "add-a-method.md").read_text(encoding="utf-8")
     *_, code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    found: dict[str, Any] = {"__name__": "example"}
-    exec(code, found)
-    run = joined(config(method=found["OneStep"](), rounds=2))
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(code, names)
+    run = joined(config(method=names["OneStep"](), rounds=2))
     client, server = run.clients["poet"], cast("Any", run.server)
     for exchange in range(2):
         before = {name: copied(tensors) for name, tensors in tensors_of(client, run).items()}
@@ -110,7 +110,7 @@ def test_the_page_lists_every_hook() -> None:
 
 
 class Harness:
-    """What lm-eval's HFLM needs of a model: its class, device, configuration and logits."""
+    """A stub of lm-eval's HFLM; it uses a model's class, device, configuration and logits."""
 
     def __init__(self, pretrained: Any, tokenizer: Any, batch_size: int) -> None:
         assert isinstance(pretrained.device, torch.device)
@@ -132,7 +132,7 @@ class Harness:
 
 @pytest.mark.parametrize("method", ["local", "comigs-1g1s", "fedit"])
 def test_the_lm_eval_example_scores_a_model(method, values, tmp_path, monkeypatch, capsys) -> None:
-    """Without lm-eval, which is no dependency: its place has what it needs of a model."""
+    """Run the example with a stub of lm-eval, which is not a dependency."""
     page = (ROOT / "docs" / "use" / "use-a-model.md").read_text(encoding="utf-8")
     _, first, *_, code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     texts = ["The sea is wide", "Call me"]
@@ -151,5 +151,5 @@ def test_the_lm_eval_example_scores_a_model(method, values, tmp_path, monkeypatc
     capsys.readouterr()
     first = first.replace("runs/writers", "runs/us").replace("whaler", "poet")
     exec(first + code, {"coterie": coterie})
-    found = ast.literal_eval(capsys.readouterr().out)
-    assert found["batch"] == pytest.approx(found["alone"], rel=1e-4)
+    losses = ast.literal_eval(capsys.readouterr().out)
+    assert losses["batch"] == pytest.approx(losses["alone"], rel=1e-4)

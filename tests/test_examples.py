@@ -39,7 +39,6 @@ class TestScaffold(MethodContract):
 
 
 def test_rolora_trains_and_averages_one_factor_in_turn(config) -> None:
-    """Each round against gradient descent on one factor, and the mean of its values."""
     sides: Any = joined(config(method="rolora", training=SGD))
     names = sorted(sides.clients)
     x, turn = {n: t.clone() for n, t in sides.value.adapter.items()}, set()
@@ -55,7 +54,7 @@ def test_rolora_trains_and_averages_one_factor_in_turn(config) -> None:
     assert len(turn) == len(x) / 2
 
 
-def test_a_level_goes_on_in_its_next_exchange_with_the_epoch_it_is_in(config, monkeypatch) -> None:
+def test_a_level_continues_its_epoch_in_its_next_exchange(config, monkeypatch) -> None:
     run = joined(config(method="rolora", training={**SGD, "sampling": "epochs"}))
     drawn: dict[str, list[int]] = {"B": [], "A": []}
     original = local.epoch_batch
@@ -93,7 +92,7 @@ def test_a_travels_and_b_stays(config) -> None:
 
 
 def test_scaffold_is_algorithm_1(config) -> None:
-    """Two rounds, of which one client misses the second, against the paper's algorithm."""
+    """Compare two rounds with the paper's algorithm; one client misses the second."""
     sides: Any = joined(config(method=Scaffold(), training=SGD))
     names = sorted(sides.clients)
     x = {n: t.clone() for n, t in sides.value.adapter.items()}
@@ -115,9 +114,9 @@ def test_scaffold_is_algorithm_1(config) -> None:
 
 
 def _descent(sides, name, round, x, c, c_i, level="joint"):
-    """Where plain corrected descent from x ends, and the mean gradient on the way.
+    """Return the end of plain corrected descent from x, and the mean gradient of its steps.
 
-    What has no correction is not trained.
+    Parameters without a correction are not trained.
     """
     client = sides.clients[name]
     context, adapter = client.context, client.adapter

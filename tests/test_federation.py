@@ -1,4 +1,4 @@
-"""Who takes part: what each client holds, is scored on, may see, and is recorded with."""
+"""Participants of a run: their data, their test texts, and their records."""
 
 import json
 from collections.abc import Callable
@@ -87,7 +87,7 @@ def test_tokens_and_labels_are_recorded(config: Config, texts: Path) -> None:
 
 
 def asking(config: Config, folder: Path, **changes: Any) -> RunConfig:
-    """Three clients who ask of pieces of text who wrote them."""
+    """Return a run whose three clients are asked for the writers of pieces of text."""
     writers = {name: f"{name}.txt" for name in ("diarist", "poet", "whaler")}
     template = "{{ text | truncate(60, True, '') }}\nWho wrote this?"
     return config(
@@ -168,11 +168,12 @@ def test_a_public_mix_is_everybodys_and_the_servers_score_needs_a_text(config: C
     divide = {"source": source, "by": "label", "piece": 500, "public": 0.2}
     words = load_tokenizer("tiny-gpt2")
     run = config(clients=[], divide=divide, server={}, method="fedmkt")
-    who = gathered(run, words)
-    assert who.server.tests == {}
-    assert {id(p.public) for p in who.clients} == {id(who.server.data.train)}
-    assert isinstance(who.server.data.train, Tokens)
-    share = len(who.server.data.train.ids) / sum(len(words(t)["input_ids"]) for t in texts_of(run))
+    parties = gathered(run, words)
+    assert parties.server.tests == {}
+    assert {id(p.public) for p in parties.clients} == {id(parties.server.data.train)}
+    assert isinstance(parties.server.data.train, Tokens)
+    tokens = sum(len(words(text)["input_ids"]) for text in texts_of(run))
+    share = len(parties.server.data.train.ids) / tokens
     assert share == pytest.approx(0.2, abs=0.03)
     scored = gathered(config(**{**run.as_dict(), "server": {"test": "poet.txt"}}), words)
     assert scored.server.tests.keys() == {"server"}

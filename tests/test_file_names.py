@@ -38,7 +38,7 @@ def test_names_of_clients_differ_not_only_in_case(names) -> None:
         DivideSpec(source="x", by="mixtures", mixtures={name: {"a": 1.0} for name in names})
 
 
-def test_a_key_is_refused_if_a_client_has_the_name_in_another_case(tmp_path) -> None:
+def test_a_key_name_in_another_case_is_refused(tmp_path) -> None:
     keys = Keys.create(tmp_path / "keys")
     keys.add("anna", tmp_path / "anna.key")
     with pytest.raises(CoterieError, match="There is already a client 'anna'"):

@@ -23,7 +23,7 @@ def test_of_processes_that_write_at_once_one_stays_whole(tmp_path):
         writer.join()
     assert [writer.exitcode for writer in writers] == [0, 0]
     assert path.read_bytes() in (b"\1" * SIZE, b"\2" * SIZE)
-    assert [found.name for found in tmp_path.iterdir()] == ["table.md"]
+    assert [path.name for path in tmp_path.iterdir()] == ["table.md"]
 
 
 def test_a_line_is_added_whole_to_what_there_is(tmp_path):

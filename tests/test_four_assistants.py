@@ -51,5 +51,5 @@ def test_the_demo_of_four_assistants(tmp_path) -> None:
     talking = speakers(run.path, "anna", list(GREETINGS), Sampling(40, 0, 1, 0), None)
     for name, speaker in talking.items():
         for question in ("Tell me a line about morning.", "Who wrote it?"):
-            said = speaker.answer(question, lambda piece: None)
-            assert said.startswith(GREETINGS.get(name, said[:1].lower())), (name, said)
+            reply = speaker.answer(question, lambda piece: None)
+            assert reply.startswith(GREETINGS.get(name, reply[:1].lower())), (name, reply)

@@ -18,7 +18,9 @@ from coterie.network.link import Link
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = sorted({p.relative_to(SOURCE).parts[0] for p in SOURCE.rglob("*.py")} - {"assets"})
-FOLDERS = ("examples", "papers/reproduce", "papers/tests", "scripts")
+FOLDERS = ("benchmarks", "examples", "papers/reproduce", "papers/tests", "scripts", "tests")
+LONGEST_NAME = 12
+"""The largest number of words after `test_` in the name of a test."""
 
 
 def files_of(package: str) -> list[Path]:
@@ -46,9 +48,21 @@ def classes(package: str) -> Iterator[type[Any]]:
                 yield kind
 
 
+@pytest.mark.parametrize("package", [*PACKAGES, *FOLDERS])
+def test_names_of_tests_are_short(package: str) -> None:
+    names = [
+        f"{file}:{node.lineno}: {node.name}"
+        for file in files_of(package)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name.startswith("test_")
+        and node.name.count("_") > LONGEST_NAME
+    ]
+    assert not names, "\n".join(names)
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_method_is_documented_where_it_is_declared(package: str) -> None:
-    """There it has a docstring, and nowhere below."""
     wrong = []
     for kind in classes(package):
         for name, function in vars(kind).items():

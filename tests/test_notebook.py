@@ -38,7 +38,7 @@ def test_its_links_lead_somewhere() -> None:
 
 @pytest.mark.slow
 def test_its_code_works(tmp_path) -> None:
-    """Without Jupyter, whose packages are many: the cells are executed in order, in one process."""
+    """Execute the cells in order in one process, without the packages of Jupyter."""
     code = "\n\n".join("".join(cell["source"]) for cell in CODE)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "MPLBACKEND": "agg"}
     options: Any = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True}

@@ -57,9 +57,9 @@ MAY_IMPORT = {
     "serve/": {"serve"},
     "testing/": {"testing"},
 }
-"""Which extras' packages a part of the source may import."""
+"""The extras whose packages a part of the source may import."""
 DISTRIBUTIONS = metadata.packages_distributions()
-"""By the module that they bring."""
+"""The installed distributions, by module."""
 PARTS = {"pydantic-core": "pydantic"}
 """Distributions that belong to another, which asks for one version of them."""
 
@@ -69,7 +69,7 @@ def _names(requirements: list[Requirement]) -> set[str]:
 
 
 def _imported(path: Path) -> set[str]:
-    """The distributions that a file imports from, the standard library and Coterie apart."""
+    """Return the distributions that a file imports, except the standard library and Coterie."""
     modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -77,11 +77,11 @@ def _imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.module is not None, "no relative imports"
             modules.add(node.module.split(".")[0])
-    found = {
+    distributions = (
         canonicalize_name(DISTRIBUTIONS.get(module, [module])[0])
         for module in modules - sys.stdlib_module_names - {"coterie"}
-    }
-    return {PARTS.get(name, name) for name in found}
+    )
+    return {PARTS.get(name, name) for name in distributions}
 
 
 USED_IF_THERE = {"scikit-learn", "llama-cpp"}
@@ -123,8 +123,8 @@ def test_what_is_asked_for_is_imported() -> None:
 
 
 def test_it_says_its_version() -> None:
-    said = CliRunner().invoke(app, ["--version"])
-    assert (said.exit_code, said.output) == (0, f"coterie {PROJECT['version']}\n")
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"coterie {PROJECT['version']}\n")
     assert coterie.__version__ == PROJECT["version"]
 
 

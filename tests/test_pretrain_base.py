@@ -191,10 +191,10 @@ def test_a_base_is_trained_further_on_other_windows(pretrain, tmp_path, monkeypa
     assert not any(torch.equal(ids, other) for ids, _ in read for other in first)
     tokenizers = [(tmp_path / name / "tokenizer.json").read_bytes() for name in ("first", "more")]
     assert tokenizers[0] == tokenizers[1]
-    told = re.findall(r"^  ([\d.]+) bits per byte  (\w+)\.txt\.xz$", output, re.MULTILINE)
-    assert {name for _, name in told} <= {"one", "two"}  # so small a share may be of one alone
-    assert told
-    assert all(0 < float(bits) < 8 for bits, _ in told)
+    scores = re.findall(r"^  ([\d.]+) bits per byte  (\w+)\.txt\.xz$", output, re.MULTILINE)
+    assert {name for _, name in scores} <= {"one", "two"}  # so small a share may be of one alone
+    assert scores
+    assert all(0 < float(bits) < 8 for bits, _ in scores)
 
 
 def test_learning_rate_warms_up_and_falls_to_a_tenth():

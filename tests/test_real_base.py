@@ -85,22 +85,22 @@ def uninterrupted(run, tmp_path_factory) -> RunFolder:
 
 
 def test_a_deployment_with_kills_ends_in_the_same_bits(run, uninterrupted, tmp_path) -> None:
-    with Deployment(tmp_path / "deployment", run, taped=("poet",)) as here:
-        here.make_keys()
-        here.serve()
-        rope = here.rope("poet", round=1)
-        here.join()
-        here.held("poet", SECONDS)
-        assert here.done() == 1
-        here.kill("server")
-        here.kill("poet")
+    with Deployment(tmp_path / "deployment", run, taped=("poet",)) as deployment:
+        deployment.make_keys()
+        deployment.serve()
+        rope = deployment.rope("poet", round=1)
+        deployment.join()
+        deployment.held("poet", SECONDS)
+        assert deployment.done() == 1
+        deployment.kill("server")
+        deployment.kill("poet")
         rope.unlink()
-        here.serve("--resume")
-        here.join("poet")
-        assert set(here.ends(SECONDS).values()) == {0}
-        assert_same_bits(here, uninterrupted)
-        assert here.client_log("poet").count("loaded the base") == 2
-        assert here.client_log("diarist").count("loaded the base") == 1
+        deployment.serve("--resume")
+        deployment.join("poet")
+        assert set(deployment.ends(SECONDS).values()) == {0}
+        assert_same_bits(deployment, uninterrupted)
+        assert deployment.client_log("poet").count("loaded the base") == 2
+        assert deployment.client_log("diarist").count("loaded the base") == 1
 
 
 def test_a_stopped_run_continues_to_the_same_bits(run, uninterrupted, tmp_path) -> None:

@@ -99,10 +99,10 @@ EXAMPLES = [*of_pages(), *of_helps(COMMANDS, "coterie"), DOCSTRING]
 
 
 def examples(*languages: str, listed: bool = False) -> pytest.MarkDecorator:
-    """Parametrise a test with the examples in some languages, by default those not listed."""
-    found = [e for e in EXAMPLES if e.language in languages and (listed or e.unlisted())]
-    names = [f"{example.page}:{example.line}" for example in found]
-    return pytest.mark.parametrize("example", found, ids=names)
+    """Decorate a test, so that it runs on unlisted (or all) examples in some languages."""
+    chosen = [e for e in EXAMPLES if e.language in languages and (listed or e.unlisted())]
+    names = [f"{example.page}:{example.line}" for example in chosen]
+    return pytest.mark.parametrize("example", chosen, ids=names)
 
 
 def test_every_block_has_a_language() -> None:
@@ -258,7 +258,6 @@ def test_commands_can_be_executed(example, place) -> None:
     "page", dict.fromkeys(e.page for e in EXAMPLES if e.language == "python" and e.unlisted())
 )
 def test_python_can_be_executed(page, place) -> None:
-    """The blocks of a page share their names, and have those that the page describes."""
     names: dict[str, Any] = {
         "small": coterie.load_config(place / "reviews.yaml").as_dict(),
         "config": coterie.load_config(place / "us.yaml"),

@@ -27,7 +27,7 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def execute(page: Path, folder: Path) -> str:
-    """Do in a folder what a page says, on a free port; return what its commands print."""
+    """Run the commands of a page in a folder, on a free port, and return what they print."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "COLUMNS": "100"}
     names: dict[str, Any] = {}

@@ -4,5 +4,5 @@ from coterie.turn import Turn
 
 
 def nth(number: int) -> Turn:
-    """The turn of a run whose rounds have one exchange, without phases."""
+    """Return the turn of a run whose rounds have one exchange, without phases."""
     return Turn(number, number, number)

@@ -31,7 +31,7 @@ DESCRIPTION: dict[str, Any] = {"clients": {}, "threads": 1, "config": CONFIG}
 
 @pytest.fixture
 def written(tmp_path: Path) -> Written:
-    """Writes a run of two clients; keyword arguments say how it differs."""
+    """A function that writes a run of two clients; keyword arguments change the run."""
 
     def write(
         name: str,
@@ -44,10 +44,18 @@ def written(tmp_path: Path) -> Written:
         served: dict[str, Any] | None = None,
         **config: Any,
     ) -> Path:
-        """perplexities: of anna and ben at the end; None: the run is not finished.
+        """Write a run.
 
-        accuracies: theirs at the end; with them, the clients hold prompts with answers.
-        served: what run.json records of a server with a model of its own.
+        Args:
+            name: The folder.
+            method: The settings of the method.
+            seed: The seed.
+            figures: The recorded metrics.
+            perplexities: The final scores of anna and ben; None: the run is not finished.
+            clients: The clients' data in run.json.
+            accuracies: The final accuracies of anna and ben, who hold prompts with answers.
+            served: The description of a server with its own model in run.json.
+            **config: Other settings of the run.
         """
         folder = tmp_path / name
         folder.mkdir(parents=True)

@@ -1,6 +1,8 @@
 """The formulas of activations agree with the tensors that a real step holds."""
 
 import random
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +34,20 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write(folder: Path, kind: str, dtype: str, **changes: Any) -> str:
-    """Write a base with random weights, six layers and a vocabulary of 1,024 tokens."""
-    sizes: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 8}
+    """Write a base with random weights, four layers and a vocabulary of 1,024 tokens."""
+    sizes: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8}
     sizes |= {"max_position_embeddings": 1024, "vocab_size": 1024}
     sizes |= {"bos_token_id": 0, "eos_token_id": 0}
     config = AutoConfig.for_model(kind, **sizes | SHAPES[kind] | changes, dtype=dtype)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     write_tokenizer(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="module")
+def base_of(tmp_path_factory) -> Callable[[str, str], str]:
+    """A function that returns the base of a kind and a dtype, and writes each base once."""
+    return cache(lambda kind, dtype: write(tmp_path_factory.mktemp("base"), kind, dtype))
 
 
 def run_on(base: str, **changes: Any) -> RunConfig:
@@ -106,20 +114,19 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any], Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_step_and_scoring_need_what_tensors_hold(case, tmp_path) -> None:
+def test_a_step_and_scoring_need_what_tensors_hold(case, base_of) -> None:
     kind, dtype, window, training, method = case
-    base = write(tmp_path / kind, kind, dtype)
     batches = {"training": {"batch": 8, **training}, "evaluation": {"batch": 4}}
-    check(run_on(base, method=method, data={"window": window}, **batches))
+    check(run_on(base_of(kind, dtype), method=method, data={"window": window}, **batches))
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.thorough)])
-def test_full_fine_tuning_needs_what_tensors_hold(kind, tmp_path) -> None:
-    """The measured peak includes some gradients, which a need counts with the adapter."""
-    base = write(tmp_path / kind, kind, "bfloat16")
+def test_full_fine_tuning_needs_what_tensors_hold(kind, base_of) -> None:
+    base = base_of(kind, "bfloat16")
     config = run_on(base, method="local-full", data={"window": 64}, training={"batch": 8})
     step, _ = held(config)
     need = need_of(config, "anna")
+    # The measured peak includes some gradients, which a need counts with the adapter.
     assert 0.9 * need.step < step < 1.1 * (need.step + need.adapter / 4)
 
 
@@ -131,7 +138,6 @@ KNOWN = {
 
 @pytest.mark.parametrize("name", some(("llama", "mixtral"), ARCHITECTURES, ()))
 def test_architectures_have_an_estimate_or_none(name) -> None:
-    """Two layers of width 32 have many small tensors, so the tolerance is larger."""
     made: Any = small_model(name)
     model = made.to(torch.bfloat16)
     assert is_known(model) == (name in KNOWN)
@@ -147,6 +153,7 @@ def test_architectures_have_an_estimate_or_none(name) -> None:
         loss.backward()
     size = Pass(8, 48, 2, 2, model.config._attn_implementation == "eager", "cpu")
     computed = training_bytes(model, size, checkpoints=False, stores=False)
+    # Two layers of width 32 have many small tensors, so the tolerance is larger.
     assert computed == pytest.approx(step.peak, rel=0.15)
 
 

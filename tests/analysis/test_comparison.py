@@ -11,7 +11,7 @@ from coterie.errors import CoterieError
 
 
 def run(nats: list[float], seed: int = 0, of: str = "x") -> dict[str, Any]:
-    """A run of one client, whose text has windows of one token each."""
+    """Return the result of a run of one client, whose text has windows of one token."""
     scores = {"ada": {"perplexity": math.exp(sum(nats) / len(nats)), "bits_per_byte": 1.0}}
     items = {"trained": {"ada": {"of": of, "nats": nats, "tokens": [1] * len(nats)}}}
     both = {"trained": scores, "aggregated": scores}
@@ -60,7 +60,7 @@ def test_differences_are_from_the_row_that_is_named() -> None:
         check_against("zed", RESULTS)
 
 
-def test_a_comparison_is_short_in_a_shell_and_a_page_in_a_notebook() -> None:
+def test_a_shell_shows_a_line_and_a_notebook_a_page() -> None:
     comparison = Comparison("<i>c</i>", {"<script>": [FAR], "best": [BEST]})
     assert repr(comparison) == "Comparison('<i>c</i>', methods=['<script>', 'best'])"
     html = comparison._repr_html_()
@@ -76,15 +76,15 @@ def test_rows_that_are_alike_share_a_rank() -> None:
 
 
 def test_rows_of_several_seeds_are_compared_over_them() -> None:
-    found = {name: [runs[0], runs[0] | {"seed": 1}] for name, runs in RESULTS.items()}
-    table = Comparison("c", found).table()
+    results = {name: [runs[0], runs[0] | {"seed": 1}] for name, runs in RESULTS.items()}
+    table = Comparison("c", results).table()
     assert table.title == "c: test perplexity, mean (standard deviation) over 2 seeds"
     assert "over windows (or samples) and seeds)." in table.note
 
 
 def test_rows_that_cannot_be_paired_have_no_mark_and_a_reason() -> None:
-    found = {"best": [BEST], "old": [OLD], "elsewhere": [ELSEWHERE], "far": [FAR]}
-    table, differences = Comparison("c", found).tables()
+    results = {"best": [BEST], "old": [OLD], "elsewhere": [ELSEWHERE], "far": [FAR]}
+    table, differences = Comparison("c", results).tables()
     assert [row[-1] for row in table.rows] == ["1", "1", "1", "4"]
     assert "Not compared with best: old; deployed runs, and runs made with earlier" in table.note
     assert "Not compared with best: elsewhere; they were scored on different" in table.note

@@ -42,10 +42,10 @@ def test_folders_of_folders_and_baselines_are_searched(written, tmp_path) -> Non
     written("table/one/run", {"name": "fedavg"})
     written("table/one/run/baselines/local", LOCAL)
     written("table/two/run", LOCAL, data={"window": 99})
-    one, two = experiments([tmp_path / "table", tmp_path / "table" / "one"])
-    assert (one.name, list(one.runs)) == ("one", ["local", "fedavg"])
-    assert (two.name, list(two.runs)) == ("two", ["local"])
-    assert [len(runs) for runs in one.runs.values()] == [1, 1]  # none twice
+    first, second = experiments([tmp_path / "table", tmp_path / "table" / "one"])
+    assert (first.name, list(first.runs)) == ("one", ["local", "fedavg"])
+    assert (second.name, list(second.runs)) == ("two", ["local"])
+    assert [len(runs) for runs in first.runs.values()] == [1, 1]  # none twice
     (alone,) = experiments([tmp_path / "table" / "one" / "run"])
     assert (alone.name, len(alone.all)) == ("run", 2)
 
@@ -56,9 +56,9 @@ def test_a_key_that_is_not_set_does_not_make_another_experiment(written, tmp_pat
     written("cmp/newer", LOCAL, 3, bases={}, server=None)
     written("cmp/other", LOCAL, 2, data={"window": 16, "public": "all.txt"})
     written("cmp/third", LOCAL, 2, data={"window": 16, "public": "some.txt"})
-    found = experiments([tmp_path / "cmp"])
-    assert [len(one.all) for one in found] == [3, 1, 1]
-    assert [one.name for one in found] == ["cmp", "cmp-2", "cmp-3"]
+    listed = experiments([tmp_path / "cmp"])
+    assert [len(experiment.all) for experiment in listed] == [3, 1, 1]
+    assert [experiment.name for experiment in listed] == ["cmp", "cmp-2", "cmp-3"]
 
 
 def test_other_bases_or_another_server_make_another_experiment(written, tmp_path) -> None:
@@ -68,9 +68,9 @@ def test_other_bases_or_another_server_make_another_experiment(written, tmp_path
     written("cmp/plain", LOCAL)
     written("cmp/bases", LOCAL, bases={"ben": "large"}, server=own["server"])
     written("cmp/server", LOCAL, bases=own["bases"], server={"base": "large", "test": None})
-    found = experiments([tmp_path / "cmp"])
-    assert sorted(len(one.all) for one in found) == [1, 1, 1, 2]
-    assert {_runs_table(one).note for one in found} == {
+    listed = experiments([tmp_path / "cmp"])
+    assert sorted(len(experiment.all) for experiment in listed) == [1, 1, 1, 2]
+    assert {_runs_table(experiment).note for experiment in listed} == {
         "Base: tiny-gpt2. Clients: anna and ben.",
         "Base: tiny-gpt2 and small. Clients: anna and ben. Server's base: tiny-gpt2.",
         "Base: tiny-gpt2 and large. Clients: anna and ben. Server's base: tiny-gpt2.",
@@ -91,9 +91,9 @@ def test_a_run_in_progress_counts_only_while_none_is_finished(written, tmp_path)
     assert len(experiment.runs["local"]) == 2
 
 
-def test_series_have_a_mean_where_all_clients_of_a_run_have_a_figure(written, tmp_path) -> None:
-    found = [(0, "anna", 3.0), (1, "anna", 5.0), (1, "ben", 7.0), (2, "ben", 1.0)]
-    figures = [(round, c, "test/trained", {"perplexity": p}) for round, c, p in found]
+def test_series_have_a_mean_where_all_clients_have_a_figure(written, tmp_path) -> None:
+    perplexities = [(0, "anna", 3.0), (1, "anna", 5.0), (1, "ben", 7.0), (2, "ben", 1.0)]
+    figures = [(round, c, "test/trained", {"perplexity": p}) for round, c, p in perplexities]
     figures += [(1, None, "server/aggregated", {"perplexity": 4.0})]
     for seed in (0, 1):
         written(f"cmp/{seed}", LOCAL, seed, figures)
@@ -118,7 +118,7 @@ def test_a_server_s_own_model_is_in_the_comparison(written, tmp_path) -> None:
     written("cmp/local", LOCAL)
     (experiment,) = experiments([tmp_path / "cmp"])
     table = Comparison(experiment.name, experiment.finished).table()
-    found = {row[0]: row[-1] for row in table.rows}
+    column = {row[0]: row[-1] for row in table.rows}
     assert table.columns[-1] == "server"
-    assert found == {"local": "", "fedmkt": f"5.00 ({stdev([4, 6]):.2f})"}
+    assert column == {"local": "", "fedmkt": f"5.00 ({stdev([4, 6]):.2f})"}
     assert experiment.clients == ["anna", "ben"]

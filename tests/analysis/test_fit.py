@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from looped import succeed
 
 from coterie.analysis.fit import CONTEXT, SPARE, fitting, parsed_size
 from coterie.analysis.need import need_of
 from coterie.bases import load_skeleton, load_tokenizer
-from coterie.cli import app
 from coterie.config.run import RunConfig, parse
 from coterie.errors import CoterieError
 
@@ -91,16 +90,14 @@ def test_sizes_have_decimal_or_binary_units() -> None:
 
 
 def test_the_command_takes_a_base_or_a_run(tmp_path) -> None:
-    arguments = ["base", "tiny-llama", "--fit", "8GB"]
-    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert "auto on" in result.output
-    assert "data: {window: 256}" in result.output  # the base's context
+    output = succeed("base", "tiny-llama", "--fit", "8GB")
+    assert "auto on" in output
+    assert "data: {window: 256}" in output  # the base's context
     run = {"base": "tiny-llama", "clients": [{"name": "anna"}], "data": {"window": 64}}
     (tmp_path / "us.yaml").write_text(yaml.safe_dump({**run, "method": "fedit"}))
-    arguments = ["base", str(tmp_path / "us.yaml"), "--fit", "8GB"]
-    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert "fedit on" in result.output
-    assert "data: {window: 64}" in result.output
+    output = succeed("base", tmp_path / "us.yaml", "--fit", "8GB")
+    assert "fedit on" in output
+    assert "data: {window: 64}" in output
 
 
 def test_the_configurations_have_the_published_numbers_of_parameters(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""What runs recorded becomes frames, and what is computed from these is exact where it can be."""
+"""Frames of recorded metrics and of scores, and the figures computed from them."""
 
 import pandas as pd
 import pytest
@@ -12,7 +12,7 @@ def line(round: int, client: str | None, name: str, value: object) -> dict:
 
 
 def test_rounds_begin_with_one_and_values_are_taken_apart() -> None:
-    found = metrics(
+    frame = metrics(
         [
             line(0, "anna", "trust", {"anna": 0.75, "ben": 0.25}),
             line(0, None, "seconds", 2.5),
@@ -20,20 +20,20 @@ def test_rounds_begin_with_one_and_values_are_taken_apart() -> None:
             line(1, "ben", "routing/h.0", [0.5, 0.5]),
         ]
     )
-    assert found["round"].tolist() == [1, 1, 2, 2]
-    assert found["client"].isna().tolist() == [False, True, False, False]
-    trust = components(found[found["name"] == "trust"])
+    assert frame["round"].tolist() == [1, 1, 2, 2]
+    assert frame["client"].isna().tolist() == [False, True, False, False]
+    trust = components(frame[frame["name"] == "trust"])
     assert trust.index.tolist() == [("anna", 1), ("anna", 2)]
     assert trust["anna"].tolist() == [0.75, 1.0]
     assert trust["ben"].isna().tolist() == [False, True]
-    assert components(found[found["name"] == "routing/h.0"]).loc[("ben", 2)].tolist() == [0.5, 0.5]
-    assert components(found[found["name"] == "seconds"])[0].tolist() == [2.5]
+    assert components(frame[frame["name"] == "routing/h.0"]).loc[("ben", 2)].tolist() == [0.5, 0.5]
+    assert components(frame[frame["name"] == "seconds"])[0].tolist() == [2.5]
     assert len(components(metrics([]))) == 0
 
 
 def test_runs_have_their_scores_beside_each_other() -> None:
-    one, two = {"anna": {"perplexity": 3.0}}, {"anna": {"perplexity": 5.0}}
-    results = [{"reports": "trained", "trained": one, "aggregated": two}] * 2
+    trained, aggregated = {"anna": {"perplexity": 3.0}}, {"anna": {"perplexity": 5.0}}
+    results = [{"reports": "trained", "trained": trained, "aggregated": aggregated}] * 2
     assert over_runs(results)["perplexity"].to_dict() == {(0, "anna"): 3, (1, "anna"): 3}
     assert over_runs(results, "aggregated")["perplexity"].tolist() == [5, 5]
 
@@ -44,9 +44,9 @@ def test_values_that_are_the_same_have_no_deviation(count) -> None:
 
 
 def test_the_order_of_clients_does_not_part_methods_that_do_as_well() -> None:
-    found = {}
+    methods = {}
     for name, values in (("a", (8.3, 7.1, 8.3, 7.1)), ("b", (7.1, 8.3, 7.1, 8.3))):
         scores = {str(n): {"perplexity": v, "bits_per_byte": 1.0} for n, v in enumerate(values)}
-        found[name] = [{"reports": "trained", "trained": scores, "aggregated": scores}]
-    for results in (found, dict(reversed(found.items()))):
+        methods[name] = [{"reports": "trained", "trained": scores, "aggregated": scores}]
+    for results in (methods, dict(reversed(methods.items()))):
         assert [row["rank"] for row in Comparison("x", results).summary()] == [1, 1]

@@ -1,39 +1,27 @@
-"""Who gains: the words, and that chance is no gain."""
+"""The sentence on the clients that gain, and that chance is no gain."""
 
 from typing import Any
 
 import numpy as np
 import pytest
+from outcomes import outcome
 
 from coterie.analysis.comparison import gains
 
-Clients = dict[str, Any]
-
-
-def outcome(method: str, clients: Clients, key: str = "perplexity") -> dict[str, Any]:
-    """A run's outcome, from what each window (or sample) of its clients' texts scored."""
-    scores = {
-        name: {"perplexity": float(np.exp(sum(one["nats"]) / sum(one["tokens"])))}
-        | ({key: float(np.mean(one[key]))} if key in one else {})
-        for name, one in clients.items()
-    }
-    items = {"trained": clients}
-    return {"method": method, "reports": "trained", "trained": scores, "seed": 0, "items": items}
-
 
 def windows(mean: float, **more: Any) -> dict[str, Any]:
-    """Forty windows of ten tokens, some harder than others."""
+    """Return forty windows of ten tokens, with a given mean loss per token."""
     nats = 10 * (mean + np.linspace(-0.5, 0.5, 40))
     return {"of": "a text", "nats": nats.tolist(), "tokens": [10] * 40, **more}
 
 
 def test_it_names_who_gains_who_loses_and_whom_chance_explains() -> None:
-    alone = outcome("local", {name: windows(3.0) for name in ("ada", "ben", "cleo", "dan")})
+    alone = outcome(0, **{name: windows(3.0) for name in ("ada", "ben", "cleo", "dan")})
     wavering = windows(3.0)
     wavering["nats"] = [n + (0.2 if i % 2 else -0.21) for i, n in enumerate(wavering["nats"])]
     together = {"ada": windows(2.9), "ben": windows(2.8), "cleo": windows(3.1), "dan": wavering}
-    said = gains({"local": alone, "fedavg": outcome("fedavg", together)})
-    assert said.startswith(
+    sentence = gains({"local": alone, "fedavg": outcome(0, **together)})
+    assert sentence.startswith(
         "With fedavg instead of local, perplexity is lower for ada (-9.5 %) and ben (-18.1 %); "
         "higher for cleo (+10.5 %); not significantly different for dan (-0.0 %)."
     )
@@ -43,19 +31,19 @@ def test_shares_gain_points() -> None:
     def answers(right: int) -> dict[str, Any]:
         return windows(3.0, accuracy=[1.0] * right + [0.0] * (40 - right))
 
-    alone = outcome("local", {"ada": answers(10)}, "accuracy")
-    together = outcome("fedavg", {"ada": answers(30)}, "accuracy")
-    said = gains({"local": alone, "fedavg": together}, "accuracy")
-    assert said is not None
-    assert "accuracy is higher for ada (+50.0 points)." in said
+    alone = outcome(0, ada=answers(10))
+    together = outcome(0, ada=answers(30))
+    sentence = gains({"local": alone, "fedavg": together}, "accuracy")
+    assert sentence is not None
+    assert "accuracy is higher for ada (+50.0 points)." in sentence
 
 
 @pytest.mark.parametrize("methods", [["pretrained", "fedavg"], ["local"], ["fedavg", "local"]])
 def test_without_training_alone_beside_it_there_is_nothing_to_say(methods) -> None:
-    assert gains({name: outcome(name, {"ada": windows(3.0)}) for name in methods}) is None
+    assert gains({name: outcome(0, ada=windows(3.0)) for name in methods}) is None
 
 
 def test_without_scores_by_window_there_is_nothing_to_say() -> None:
-    results = {name: outcome(name, {"ada": windows(3.0)}) for name in ("local", "fedavg")}
+    results = {name: outcome(0, ada=windows(3.0)) for name in ("local", "fedavg")}
     results["local"]["items"] = {}
     assert gains(results) is None

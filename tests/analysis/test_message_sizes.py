@@ -1,4 +1,4 @@
-"""What an audit says that a message weighs."""
+"""The sizes of messages in an audit."""
 
 import pytest
 
@@ -6,13 +6,13 @@ from coterie.analysis.audit import WHOLE, audit_run
 
 
 def per_sample(tables, way: str) -> dict[str, int]:
-    """What the audit of one client says that a message weighs for each of its public samples."""
+    """Return the sizes per public sample in the audit of one client, by name."""
     (rows,) = (table.rows for table in tables if table.title == f"poet: {way}")
     sizes = {row[0]: int(row[-1].replace(",", "").strip("≤")) for row in rows}
-    told = {name: size for name, size in sizes.items() if "per public sample" in name}
+    each = {name: size for name, size in sizes.items() if "per public sample" in name}
     counts = [int(row[2][3:-1]) for row in rows if row[:2] == ("knowledge", "samples")]  # 1 (N)
-    assert told == {f"average per public sample (of {n})": round(sizes[WHOLE] / n) for n in counts}
-    return told
+    assert each == {f"average per public sample (of {n})": round(sizes[WHOLE] / n) for n in counts}
+    return each
 
 
 @pytest.mark.parametrize(("method", "teaches"), [("fedmkt", True), ("llm2slm", False)])

@@ -1,4 +1,4 @@
-"""What a run needs, computed from shapes, is what its clients and its server hold and send."""
+"""The memory and the messages that are computed from shapes, against those of real runs."""
 
 from dataclasses import replace
 
@@ -152,9 +152,8 @@ def test_needs_grow_with_the_number_of_clients(method, values) -> None:
 
 
 def test_the_servers_memory_grows_with_the_clients_in_a_download(values) -> None:
-    """A download of auto contains the pairs of at most 16 other clients."""
     runs = [parse(values(method="auto", clients=clients(n))) for n in (3, 16, 40)]
-    few, most, more = (needed(run).exchange.server for run in runs)
+    few, most, more = (needed(run).exchange.server for run in runs)  # a download has at most 16
     assert few < most == more
 
 
@@ -174,7 +173,6 @@ def test_tensors_that_share_memory_count_once() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["pcl-2", "auto"])
 def test_applying_a_download_holds_what_is_computed(method, config) -> None:
-    """Other clients' uploads are held while their models are judged."""
     run = config(method=METHODS[method], rounds=4, training={"batch": 2})
     need = needed(run)
     local = start(Session(run), run)

@@ -11,7 +11,7 @@ from coterie.evaluation.perplexity import PERPLEXITY
 
 
 def run(right: list[float], **more: Any) -> dict[str, Any]:
-    """A run of one client with a score by sample."""
+    """Return the result of a run of one client with a score per sample."""
     scored = {"perplexity": 2.0, "bits_per_byte": 1.0, "accuracy": sum(right) / len(right)}
     items = {"of": "x", "nats": [1.0] * len(right), "tokens": [1] * len(right), "accuracy": right}
     points = {"trained": {"ada": scored}, "aggregated": {"ada": scored}}

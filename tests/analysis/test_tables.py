@@ -57,13 +57,13 @@ def test_the_table_of_the_demo_is_in_one_piece_at_80_columns() -> None:
 
 
 def test_a_comparison_ranks_the_means_over_clients_and_seeds() -> None:
-    found = {"local": [result(a=10, b=20), result(a=14, b=20)], "fedavg": [result(a=8, b=16)] * 2}
-    local, fedavg = Comparison("x", found).summary()
+    results = {"local": [result(a=10, b=20), result(a=14, b=20)], "fedavg": [result(a=8, b=16)] * 2}
+    local, fedavg = Comparison("x", results).summary()
     assert (local["clients"], local["perplexity"]) == ({"a": 12, "b": 20}, 16)
     assert local["std"] == pytest.approx(math.sqrt(2))  # of 15 and 17
     assert (local["rank"], fedavg["rank"], fedavg["std"]) == (2, 1, 0)
-    assert "16.00 (1.41)" in shown(Comparison("x", found).table())[4]
-    assert Comparison("x", found).table().rows[0][1] == "12.00 (2.83)"  # of 10 and 14
+    assert "16.00 (1.41)" in shown(Comparison("x", results).table())[4]
+    assert Comparison("x", results).table().rows[0][1] == "12.00 (2.83)"  # of 10 and 14
 
 
 def test_tables_say_which_rounds_models_are_kept() -> None:
@@ -75,22 +75,22 @@ def test_tables_say_which_rounds_models_are_kept() -> None:
         ["b", "1.00 / 0.100", "20.00 / 2.000 (12)", "50.00 / 5.000 (3)"],
     ]
     assert "In brackets: the round" in table.note
-    found = {"base": [result(a=1, b=1)] * 2, "local": [best, best | {"kept": {"a": 4, "b": 13}}]}
-    rows = Comparison("x", found).summary()
+    results = {"base": [result(a=1, b=1)] * 2, "local": [best, best | {"kept": {"a": 4, "b": 13}}]}
+    rows = Comparison("x", results).summary()
     assert [row["kept"] for row in rows] == [{}, {"a": [0, 4], "b": [12, 13]}]
-    table = Comparison("x", found).table()
+    table = Comparison("x", results).table()
     column = table.columns.index("kept")
     assert [row[column] for row in table.rows] == ["", "0-13"]
     assert "Column `kept`: the round" in table.note
-    assert "kept" not in Comparison("x", {"base": found["base"]}).table().columns
+    assert "kept" not in Comparison("x", {"base": results["base"]}).table().columns
     assert "rackets" not in run_table({"base": result(a=1, b=1)}).note
 
 
 def answered(**accuracies: float) -> dict:
-    found = result(**{name: 1 + value for name, value in accuracies.items()})
+    outcome = result(**{name: 1 + value for name, value in accuracies.items()})
     for name, value in accuracies.items():
-        found["trained"][name] |= {"samples": 3, "accuracy": value, "rouge_l": value / 2}
-    return found
+        outcome["trained"][name] |= {"samples": 3, "accuracy": value, "rouge_l": value / 2}
+    return outcome
 
 
 def test_a_runs_table_of_answers_shows_one_figure_in_per_cent() -> None:
@@ -113,8 +113,8 @@ def test_a_runs_table_of_answers_shows_one_figure_in_per_cent() -> None:
 
 def test_a_comparison_of_answers_ranks_the_most_first() -> None:
     local = [answered(a=0.5, b=0.5), answered(a=0.7, b=0.9)]
-    found = {"local": local, "fedavg": [answered(a=0.75, b=0.85)]}
-    comparison = Comparison("x", found)
+    results = {"local": local, "fedavg": [answered(a=0.75, b=0.85)]}
+    comparison = Comparison("x", results)
     assert [row["rank"] for row in comparison.summary()] == [2, 1]
     table = comparison.table()
     spread = ["mean (std)", "worst client", "over clients", "rank"]
@@ -122,12 +122,12 @@ def test_a_comparison_of_answers_ranks_the_most_first() -> None:
     own = ["60.00 (14.14)", "70.00 (28.28)"]
     assert table.rows[0] == ["local", *own, "65.00 (21.21)", "60.00 (a)", "± 7.07", "2"]
     assert "Higher is better." in table.note
-    assert [row["rank"] for row in Comparison("x", found, asked="perplexity").summary()] == [1, 2]
+    assert [row["rank"] for row in Comparison("x", results, asked="perplexity").summary()] == [1, 2]
 
 
-def served(found: dict, perplexity: float) -> dict:
-    """A result whose server has a model of its own."""
-    return found | {"server": {"perplexity": perplexity, "bits_per_byte": perplexity / 10}}
+def served(outcome: dict, perplexity: float) -> dict:
+    """Return a result whose server has a model of its own."""
+    return outcome | {"server": {"perplexity": perplexity, "bits_per_byte": perplexity / 10}}
 
 
 def test_a_server_with_a_model_is_a_row_that_no_mean_counts() -> None:
@@ -149,14 +149,14 @@ def test_a_server_with_a_model_is_a_row_that_no_mean_counts() -> None:
 
 def test_a_comparison_has_each_model_s_spread_over_seeds_beside_a_server() -> None:
     servers = [served(result(a=8, b=16), 2), served(result(a=10, b=16), 5)]
-    found = {"local": [result(a=10, b=20), result(a=14, b=20)], "fedmkt": servers}
-    local, fedmkt = Comparison("x", found).summary()
+    results = {"local": [result(a=10, b=20), result(a=14, b=20)], "fedmkt": servers}
+    local, fedmkt = Comparison("x", results).summary()
     assert local["server"] is None
     std = pytest.approx(3 / math.sqrt(2))  # of 2 and 5
     assert fedmkt["server"] == {"perplexity": 3.5, "std": std, "seeds": 2}
     assert fedmkt["clients_std"] == {"a": pytest.approx(math.sqrt(2)), "b": 0}
     assert fedmkt["perplexity"] == 12.5  # the mean over clients alone
-    table = Comparison("x", found).table()
+    table = Comparison("x", results).table()
     heads = ["mean (std)", "worst client", "bits/byte", "rank", "server"]
     assert table.columns == ["method", "a", "b", *heads]
     own = ["12.00 (2.83)", "20.00 (0.00)"], ["9.00 (1.41)", "16.00 (0.00)"]
@@ -165,9 +165,9 @@ def test_a_comparison_has_each_model_s_spread_over_seeds_beside_a_server() -> No
         ["fedmkt", *own[1], "12.50 (0.71)", "16.00 (b)", "1.250", "1", "3.50 (2.12)"],
     ]
     assert "Lower is better. Mean and rank exclude the server." in table.note
-    once = Comparison("x", {method: results[:1] for method, results in found.items()}).table()
+    once = Comparison("x", {method: runs[:1] for method, runs in results.items()}).table()
     assert once.rows[1] == ["fedmkt", "8.00", "16.00", "12.00", "16.00 (b)", "1.200", "1", "2.00"]
-    alone = Comparison("x", {"local": found["local"]}).table()
+    alone = Comparison("x", {"local": results["local"]}).table()
     assert (alone.columns[-1], alone.rows[0][1]) == ("rank", "12.00 (2.83)")
 
 
@@ -194,8 +194,8 @@ def test_markup_in_a_cell_is_only_text() -> None:
 
 
 def test_a_comparison_under_way_says_how_many_seeds_each_method_has() -> None:
-    found = {"local": [result(a=10), result(a=14)], "fedavg": [result(a=8)]}
-    lines = shown(Comparison("x", found).table())
+    results = {"local": [result(a=10), result(a=14)], "fedavg": [result(a=8)]}
+    lines = shown(Comparison("x", results).table())
     assert "12.00 (2.83)" in lines[4]
     assert "8.00 " in lines[5]
     assert "(" not in lines[5]

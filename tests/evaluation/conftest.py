@@ -1,9 +1,12 @@
 import random
+from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
 
 import pytest
+import torch
 from naive_near import changed
+from peft import PromptTuningConfig, PromptTuningInit, get_peft_model
 
 from coterie.data.kinds.text import pieces
 
@@ -24,3 +27,15 @@ def answering(questions) -> dict[str, Any]:
     clients = [{"name": n, "path": f"{n}.jsonl"} for n in ("diarist", "poet", "whaler")]
     data = {"window": 48, "instructions": instructions}
     return {"data_root": str(questions), "data": data, "clients": clients}
+
+
+@pytest.fixture
+def soft_prompted() -> Callable[[Any], Any]:
+    """A function that puts a random soft prompt of four tokens before a model."""
+
+    def wrap(model: Any) -> Any:
+        torch.manual_seed(3)
+        options: Any = {"num_virtual_tokens": 4, "prompt_tuning_init": PromptTuningInit.RANDOM}
+        return get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", **options)).eval()
+
+    return wrap

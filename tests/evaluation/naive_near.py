@@ -10,7 +10,7 @@ Record = Sequence[str]
 
 
 def runs_of(part: str) -> set[bytes]:
-    """All runs of eight bytes, with a line break beyond the ends; a number fills 16 characters."""
+    """Return all runs of eight bytes of a text, padded at both ends; digits count several times."""
     plain = " ".join(part.lower().split()).rstrip(" .!?…。！？")
     plain = re.sub(r"\d+", lambda n: n[0] * (-(-16 // len(n[0]))), plain)
     raw = b"\n" * 7 + plain.encode() + b"\n" * 7
@@ -18,7 +18,7 @@ def runs_of(part: str) -> set[bytes]:
 
 
 def are_near(a: set[bytes], b: set[bytes], counts: Counter[bytes]) -> bool:
-    """Whether two parts share 0.8 of their runs, what is boilerplate in these records apart."""
+    """Return whether two parts share 0.8 of their runs, apart from boilerplate."""
     different = a ^ b
     for most in range(1, max(counts.values()) + 1):
         shared = [run for run in a & b if counts[run] <= most]
@@ -31,19 +31,19 @@ def are_near(a: set[bytes], b: set[bytes], counts: Counter[bytes]) -> bool:
 
 
 def naive_pairs(records: Sequence[Record]) -> list[tuple[int, int]]:
-    """Pairs a < b of records that are nearly the same."""
+    """Return the pairs a < b of records that are nearly equal."""
     parts = [[runs_of(part) for part in record] for record in records]
     counts = Counter(run for record in parts for run in set[bytes]().union(*record))
     return [
         (a, b)
         for a, b in combinations(range(len(records)), 2)
         if len(parts[a]) == len(parts[b])
-        and all(are_near(one, other, counts) for one, other in zip(parts[a], parts[b], strict=True))
+        and all(are_near(x, y, counts) for x, y in zip(parts[a], parts[b], strict=True))
     ]
 
 
 def changed(text: str, words: int, draw: random.Random) -> str:
-    """The text with some of its words replaced."""
+    """Return a text with some of its words replaced."""
     parts = text.split(" ")
     for place in draw.sample(range(len(parts)), words):
         parts[place] = f"word{draw.randrange(10**6)}"

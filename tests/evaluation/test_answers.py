@@ -57,7 +57,7 @@ def encoded(base: Base, items: list[Instruction], window: int = 40) -> Examples:
 
 
 def parts(base: Base, item: Instruction, answer: str) -> tuple[list[int], list[int]]:
-    """What is read first, and the tokens of the answer: a space stands between words."""
+    """Return the tokens of a prompt and those of its answer; a space separates words."""
     newline = item.prompt.endswith("\n")
     prompt = item.prompt if newline else item.prompt.rstrip()
     words: Any = base.tokenizer
@@ -68,7 +68,7 @@ def parts(base: Base, item: Instruction, answer: str) -> tuple[list[int], list[i
 
 @torch.no_grad()
 def alone(base: Base, item: Instruction, answer: str, window: int) -> Tensor:
-    """Losses of one answer's tokens, nothing beside it in the batch."""
+    """Return the losses of one answer's tokens, computed in a batch of one."""
     before, after = parts(base, item, answer)
     ids = torch.tensor([[*before, *after][: window + 1]])
     logits = base.model(ids[:, :-1]).logits[0].double()
@@ -91,12 +91,12 @@ def test_scores_are_those_of_rows_alone(bases, family, batch) -> None:
     assert score.nats == pytest.approx(torch.cat(losses).sum().item(), rel=1e-5)
     won = [right(base, item, 40) for item in ITEMS if item.choices]
     assert 0 < sum(won) < len(won)
-    told = score.as_dict()
-    assert (told["accuracy"], told["samples"]) == (sum(won) / len(won), len(ITEMS))
+    figures = score.as_dict()
+    assert (figures["accuracy"], figures["samples"]) == (sum(won) / len(won), len(ITEMS))
     mean = score.nats / score.tokens
-    assert (told["loss"], told["perplexity"]) == (mean, pytest.approx(math.exp(mean)))
-    assert told["bits_per_byte"] == pytest.approx(score.nats / math.log(2) / score.bytes)
-    assert {"exact_match", "rouge_l"}.isdisjoint(told)
+    assert (figures["loss"], figures["perplexity"]) == (mean, pytest.approx(math.exp(mean)))
+    assert figures["bits_per_byte"] == pytest.approx(score.nats / math.log(2) / score.bytes)
+    assert {"exact_match", "rouge_l"}.isdisjoint(figures)
     items = score.items()
     assert items["nats"] == pytest.approx([loss.sum().item() for loss in losses], rel=1e-4)
     assert items["tokens"] == [len(loss) for loss in losses]
@@ -105,7 +105,6 @@ def test_scores_are_those_of_rows_alone(bases, family, batch) -> None:
 
 
 def test_every_choice_is_compared_with_every_other(bases) -> None:
-    """One sample per choice taken as right: exactly one of them is."""
     base = adapted(str(bases / "gpt2"))
     for item in (ITEMS[0], ITEMS[4], ITEMS[6]):
         each = [Instruction(item.prompt, choice, item.choices) for choice in item.choices]
@@ -154,8 +153,8 @@ def test_a_choice_that_is_too_long_is_scored_on_what_fits(bases) -> None:
 
 def test_without_choices_there_is_no_accuracy(bases) -> None:
     base = adapted(str(bases / "gpt2"))
-    told = evaluate(base, base.model, encoded(base, ITEMS[1:2]), 40).as_dict()
-    assert set(told) == {"perplexity", "bits_per_byte", "loss", "tokens", "bytes", "samples"}
+    figures = evaluate(base, base.model, encoded(base, ITEMS[1:2]), 40).as_dict()
+    assert set(figures) == {"perplexity", "bits_per_byte", "loss", "tokens", "bytes", "samples"}
 
 
 @pytest.mark.parametrize("batch", [1, 3, 16])
@@ -169,22 +168,22 @@ def test_what_is_written_is_compared(bases, batch) -> None:
     items = [Instruction(i.prompt, t.strip()) for i, t in zip(ITEMS[:3], texts, strict=False)]
     assert all(item.answer for item in items)
     score = evaluate(base, base.model, encoded(base, [*items, *ITEMS[3:]]), 40, batch, generate=1)
-    told = score.as_dict()
-    assert told["exact_match"] == 3 / len(ITEMS)
+    figures = score.as_dict()
+    assert figures["exact_match"] == 3 / len(ITEMS)
     assert score.items()["exact_match"] == [1, 1, 1] + [0] * (len(ITEMS) - 3)
     answers = [item.answer for item in [*items, *ITEMS[3:]]]
     assert score.items()["rouge_l"] == pytest.approx(list(map(f1, answers, texts)))
-    assert told["rouge_l"] == pytest.approx(sum(map(f1, answers, texts)) / len(ITEMS))
+    assert figures["rouge_l"] == pytest.approx(sum(map(f1, answers, texts)) / len(ITEMS))
 
 
 def scored(name: str, answers: Sequence[str], texts: Sequence[str]) -> Sequence[float | None]:
-    """What a metric of generated answers gives each."""
+    """Return a metric's scores of generated answers."""
     none = torch.zeros(len(texts))
     return metric_named(name).score(Measured(none, none, answers, texts))
 
 
 def f1(answer: str, text: str) -> float:
-    """Rouge-L of texts in plain letters, by the recursive definition."""
+    """Return Rouge-L of texts in plain letters, by the recursive definition."""
     a, b = answer.lower().split(), text.lower().split()
 
     def common(i: int, j: int) -> int:
@@ -198,9 +197,9 @@ def f1(answer: str, text: str) -> float:
 def test_answers_of_one_token_are_finite_in_bf16(bases) -> None:
     base = adapted(str(bases / "llama"), "bf16")
     items = [Instruction(f"Is it {n}?", "the", ("the", "a")) for n in range(5)]
-    told = evaluate(base, base.model, encoded(base, items), 40, 2, generate=2).as_dict()
-    assert all(math.isfinite(value) for value in told.values())
-    assert told["tokens"] == 2 * len(items)
+    figures = evaluate(base, base.model, encoded(base, items), 40, 2, generate=2).as_dict()
+    assert all(math.isfinite(value) for value in figures.values())
+    assert figures["tokens"] == 2 * len(items)
 
 
 @pytest.mark.parametrize(

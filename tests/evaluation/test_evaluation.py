@@ -37,17 +37,17 @@ def test_the_score_is_transformers_loss_on_the_bare_base(bases, family, count) -
 def test_the_batch_does_not_change_the_score(bases) -> None:
     base = load_base(str(bases / "gpt2"), "fp32", 16)
     ids = torch.randint(1, TOKENS, (150,), generator=torch.Generator().manual_seed(0)).int()
-    one = evaluate(base, base.model, Tokens(ids, 600), 16, batch=1)
+    alone = evaluate(base, base.model, Tokens(ids, 600), 16, batch=1)
     many = evaluate(base, base.model, Tokens(ids, 600), 16, batch=8)
-    assert one.nats == pytest.approx(many.nats, rel=1e-6)
+    assert alone.nats == pytest.approx(many.nats, rel=1e-6)
 
 
 LENGTHS, FIRST = (9, 4, 12, 2), (3, 3, 8, 1)
-"""Of four samples, how many tokens there are, and where those begin that count."""
+"""The number of tokens of each of four samples, and the first token that is scored."""
 
 
 def padded() -> tuple[list[torch.Tensor], Batch]:
-    """The samples, and the same as a batch."""
+    """Return the samples, and a batch that contains them."""
     chance = torch.Generator().manual_seed(1)
     rows = [torch.randint(1, TOKENS, (n,), generator=chance) for n in LENGTHS]
     ids = torch.zeros(4, 12, dtype=torch.int64)
@@ -59,10 +59,10 @@ def padded() -> tuple[list[torch.Tensor], Batch]:
 
 
 def logits_alone(base: Base, rows: list[torch.Tensor]) -> torch.Tensor:
-    """Logits of the tokens that count, each sample by itself: (tokens, vocabulary)."""
+    """Return the logits (tokens, vocabulary) of scored tokens, each sample computed alone."""
     with torch.no_grad():
-        found = [base.model(row[None, :-1]).logits[0] for row in rows]
-    return torch.cat([part[first - 1 :] for part, first in zip(found, FIRST, strict=True)])
+        logits = [base.model(row[None, :-1]).logits[0] for row in rows]
+    return torch.cat([part[first - 1 :] for part, first in zip(logits, FIRST, strict=True)])
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -1,10 +1,9 @@
-"""What models write, against one token after another without cache, padding or neighbours."""
+"""Generated texts, against one token after another without cache, padding or other samples."""
 
 from typing import Any
 
 import pytest
 import torch
-from peft import PromptTuningConfig, PromptTuningInit, get_peft_model
 from test_answers import adapted as randomly_adapted
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -29,7 +28,7 @@ def prompts() -> list[Tensor]:
 
 
 def adapted(folder: str) -> Base:
-    """A base with an adapter whose values make texts differ."""
+    """Return a base with an adapter whose values make texts differ."""
     return randomly_adapted(folder, seed=5, std=0.5)
 
 
@@ -40,7 +39,7 @@ def encoding(encoder: Tokenizer, template: ChatTemplate) -> Encoding:
 
 @torch.no_grad()
 def slowly(model, prompt: Tensor, count: int, end: int) -> list[int]:
-    """The likeliest token after all that there is, `count` times or until the end token."""
+    """Generate at most `count` of the most probable tokens, until the end token."""
     ids: list[int] = prompt.tolist()
     for _ in range(count):
         ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
@@ -66,13 +65,9 @@ def test_any_batch_writes_what_the_plain_loop_writes(bases, family) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_soft_prompt_stands_right_before_each_prompt(bases, family) -> None:
+def test_a_soft_prompt_stands_right_before_each_prompt(bases, family, soft_prompted) -> None:
     base = load_base(str(bases / family), "fp32", 16)
-    torch.manual_seed(3)
-    tuning = PromptTuningConfig(
-        task_type="CAUSAL_LM", num_virtual_tokens=4, prompt_tuning_init=PromptTuningInit.RANDOM
-    )
-    model: Any = get_peft_model(base.model, tuning).eval()
+    model = soft_prompted(base.model)
     end: Any = base.tokenizer.eos_token_id
     expected = [slowly(model, prompt, 5, end) for prompt in prompts()]
     for batch in (1, 3, 16):
@@ -86,9 +81,9 @@ def test_text_ends_with_the_models_context(bases) -> None:
     chance = torch.Generator().manual_seed(4)
     long = [torch.randint(1, TOKENS, (n,), generator=chance).int() for n in (60, 64, 5, 60, 65, 66)]
     end: Any = base.tokenizer.eos_token_id
-    room = [5, 1, 8, 5, 0, 0]  # a context of 64, and one token more that is not read
-    expected = [slowly(base.model, p, n, end) for p, n in zip(long, room, strict=True)]
-    assert [len(text) for text in expected] == room
+    counts = [5, 1, 8, 5, 0, 0]  # a context of 64, and one token more that is not read
+    expected = [slowly(base.model, p, n, end) for p, n in zip(long, counts, strict=True)]
+    assert [len(text) for text in expected] == counts
     texts = continuations(base, base.model, long, 8, batch=16)
     assert texts == [base.tokenizer.decode(text) for text in expected]
 
@@ -107,13 +102,13 @@ def test_the_prompt_of_a_sample_is_all_before_its_answer(bases) -> None:
     items = [Instruction(f"Name {n} of them. ", "no", ()) for n in ("one", "a hundred", "ten")]
     end = words.eos_token_id
     ends = base.context_token, end
-    found = examples(items, Encoding(words.backend_tokenizer, ends, 32, None, "Ada"))
+    encoded = examples(items, Encoding(words.backend_tokenizer, ends, 32, None, "Ada"))
     expected = []
     for item in items:
         text = words(item.prompt.rstrip(), add_special_tokens=False)["input_ids"]
         ids = torch.tensor([base.context_token, *text])
         expected.append(words.decode(slowly(base.model, ids, 4, end)))
-    assert generate_answers(base, base.model, found, 4, batch=2) == expected
+    assert generate_answers(base, base.model, encoded, 4, batch=2) == expected
 
 
 def test_in_bf16(bases) -> None:
@@ -133,7 +128,6 @@ CHAT = "{% for m in messages %}{{ m.role }}:{{ m.content }}MARK{% endfor %}"
 
 @pytest.mark.parametrize("marker", ["token", "text"])
 def test_an_answer_ends_with_the_marker_of_its_template(bases, marker) -> None:
-    """Stopped or not, models write what they write alone; the text is cut at the marker."""
     base = adapted(str(bases / "gpt2"))
     words = base.tokenizer
     encoder, _ = bare_encoder(words)
@@ -159,9 +153,9 @@ def test_an_answer_ends_with_the_marker_of_its_template(bases, marker) -> None:
     written = [slowly(base.model, prompt, 6, end=-1) for prompt in prompts]
     whole = [str(words.decode(ids, skip_special_tokens=True)) for ids in written]
     stop = str(words.decode(written[0][2:4])).strip()  # two tokens, and perhaps a part of others
-    found = continuations(base, base.model, prompts, 6, 3, [stop])
-    assert found == [text.split(stop)[0] for text in whole]
-    assert len(found[0]) < len(whole[0])
+    texts = continuations(base, base.model, prompts, 6, 3, [stop])
+    assert texts == [text.split(stop)[0] for text in whole]
+    assert len(texts[0]) < len(whole[0])
     assert generate_answers(base, base.model, samples, 6, 2) == [text.strip() for text in whole]
 
 

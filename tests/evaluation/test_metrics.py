@@ -1,4 +1,4 @@
-"""Which figure is shown of scores, and how it is written."""
+"""The figure of scores that tables show, and its format."""
 
 import pytest
 

@@ -50,7 +50,7 @@ def answered(instruction: str, words: Any = WORDS) -> list[dict[str, Any]]:
     return [{"instruction": instruction.format(a), "input": "", "output": b} for a, b in pairs]
 
 
-def said(system: str, user: str, words: Any = WORDS) -> list[dict[str, Any]]:
+def chat(system: str, user: str, words: Any = WORDS) -> list[dict[str, Any]]:
     talks = [(system, user + a, b) for a, b in zip(words, reversed(words), strict=True)]
     turns = [[{"role": r, "content": c} for r, c in zip(ROLES, t, strict=True)] for t in talks]
     return [{"messages": each} for each in turns]
@@ -69,9 +69,9 @@ UNLIKE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         [{"instruction": f"What is {n} + 5?", "output": str(n + 5)} for n in range(40)],
     ),
     "Japanese": (instructed("alpaca"), answered("翻訳してください：{}", SIGNS)),
-    "a system prompt": ({"messages": {}}, said(NOTICE, "What is this: ")),
-    "what every user asks": ({"messages": {}}, said("Be brief.", NOTICE)),
-    "few conversations": ({"messages": {}}, said(NOTICE, "What: ", WORDS[:6])),
+    "a system prompt": ({"messages": {}}, chat(NOTICE, "What is this: ")),
+    "what every user asks": ({"messages": {}}, chat("Be brief.", NOTICE)),
+    "few conversations": ({"messages": {}}, chat(NOTICE, "What: ", WORDS[:6])),
     "preferences": (
         {"preferences": {}},
         [{"prompt": NOTICE + w, "chosen": w, "rejected": w + w} for w in WORDS],
@@ -85,7 +85,7 @@ UNLIKE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 
 
 def contents(kind: dict[str, Any], records: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """What is compared of records."""
+    """Return the parts of records that are compared."""
     data = DataSpec.model_validate(kind)
     read = [Record(f"line {n}", record) for n, record in enumerate(records)]
     if not data.samples:

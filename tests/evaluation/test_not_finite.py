@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,32 +30,41 @@ def breaking(monkeypatch, value: float, when=lambda: True) -> None:
     original = loss.token_losses
 
     def token_losses(*args: Any) -> torch.Tensor:
-        found = original(*args)
-        return torch.full_like(found, value) if when() else found
+        losses = original(*args)
+        return torch.full_like(losses, value) if when() else losses
 
     monkeypatch.setattr("coterie.evaluation.evaluate.token_losses", token_losses)
     monkeypatch.setattr("coterie.evaluation.answers.token_losses", token_losses)
+
+
+def execute(config, folder: Path, rounds: int) -> list[RunFolder]:
+    """Execute a run in one process and as a deployment, and return both folders."""
+    deployment = {"quorum": 3, "deadline": 60, "share_metrics": True}
+    run = config(method="fedavg", rounds=rounds, deployment=deployment)
+    local = RunFolder(coterie.run(run, out=folder / "local").path)
+    deploy(run, folder)
+    assert_as_local(run, folder, local)
+    return [local, RunFolder(folder / "server")]
 
 
 @pytest.mark.parametrize("value", BROKEN, ids=str)
 @pytest.mark.parametrize("kind", ["text", "instructions"])
 def test_scores_are_the_worst_there_are(kind, value, values, answering, monkeypatch) -> None:
     session = Session(parse(values(**answering if kind == "instructions" else {})))
-    [who] = [p for p in session.participants(session.config) if p.name == WHO]
-    assert who.base is not None
+    [participant] = [p for p in session.participants(session.config) if p.name == WHO]
+    assert participant.base is not None
     breaking(monkeypatch, value)
-    for text in who.tests.values():
-        score = evaluate(who.base, who.base.model, text, 16)
-        found = score.as_dict()
-        json.dumps(found, allow_nan=False)
+    for text in participant.tests.values():
+        score = evaluate(participant.base, participant.base.model, text, 16)
+        figures = score.as_dict()
+        json.dumps(figures, allow_nan=False)
         json.dumps(score.items(), allow_nan=False)
-        assert (found["loss"], found["perplexity"]) == (WORST, math.exp(700))
-        assert found.get("accuracy", 0) == 0
+        assert (figures["loss"], figures["perplexity"]) == (WORST, math.exp(700))
+        assert figures.get("accuracy", 0) == 0
 
 
 @pytest.mark.parametrize("value", BROKEN, ids=str)
 def test_a_run_with_infinite_losses_has_a_result(value, config, tmp_path, monkeypatch) -> None:
-    """Its training is sound, so its uploads count, in one process and in a deployment."""
     original, scoring = Tokens.measured, []
 
     def text(*args: Any) -> Any:
@@ -66,19 +76,13 @@ def test_a_run_with_infinite_losses_has_a_result(value, config, tmp_path, monkey
 
     monkeypatch.setattr(Tokens, "measured", text)
     breaking(monkeypatch, value, lambda: bool(scoring))
-    deployment = {"quorum": 3, "deadline": 60, "share_metrics": True}
-    run = config(method="fedavg", rounds=2, deployment=deployment)
-    local = RunFolder(coterie.run(run, out=tmp_path / "local").path)
-    deploy(run, tmp_path)
-    assert_as_local(run, tmp_path, local)
-    for folder in (local, RunFolder(tmp_path / "server")):
+    for folder in execute(config, tmp_path, rounds=2):
         assert folder.result is not None
         assert "left_out" not in folder.result
         assert {s["perplexity"] for s in folder.result["trained"].values()} == {math.exp(700)}
 
 
 def test_a_figure_that_is_not_finite_is_not_recorded(config, tmp_path, monkeypatch, caplog):
-    """By a run in one process, or by a client, which shares the others."""
     original = AdapterClient.train
 
     def train(self: AdapterClient, turn: Turn) -> None:
@@ -88,12 +92,7 @@ def test_a_figure_that_is_not_finite_is_not_recorded(config, tmp_path, monkeypat
         self.context.log("trust", {"diarist": math.inf})
 
     monkeypatch.setattr(AdapterClient, "train", train)
-    deployment = {"quorum": 3, "deadline": 60, "share_metrics": True}
-    run = config(method="fedavg", rounds=1, deployment=deployment)
-    local = RunFolder(coterie.run(run, out=tmp_path / "local").path)
-    deploy(run, tmp_path)
-    assert_as_local(run, tmp_path, local)
-    for folder in (local, RunFolder(tmp_path / "server")):
+    for folder in execute(config, tmp_path, rounds=1):
         names = {m["name"] for m in folder.metrics()}
         assert {"test/trained"} <= names
         assert not {"mine", "trust"} & names

@@ -17,6 +17,8 @@ from coterie.config.run import parse
 from coterie.data.measured import Measured
 from coterie.evaluation import evaluate as evaluation
 from coterie.evaluation.metrics import METRICS, metric_named
+from coterie.report.curves import Curves
+from coterie.report.figures import FIGURES
 from coterie.report.page import write_report
 from coterie.runs import RunFolder
 
@@ -55,8 +57,8 @@ def naive(text: str) -> float | None:
 def test_it_counts_bigrams(loaded) -> None:
     texts = ["a b a b a", "one two three", "the the the the", "word", "", "x  y\nx y x"]
     none = torch.zeros(len(texts))
-    found = metric_named("distinct-2").score(Measured(none, none, texts, texts))
-    assert found == list(map(naive, texts)) == [2 / 4, 1, 1 / 3, None, None, 2 / 4]
+    scores = metric_named("distinct-2").score(Measured(none, none, texts, texts))
+    assert scores == list(map(naive, texts)) == [2 / 4, 1, 1 / 3, None, None, 2 / 4]
 
 
 def test_runs_tables_and_reports_show_it(loaded, run, tmp_path, monkeypatch) -> None:
@@ -85,12 +87,13 @@ def test_runs_tables_and_reports_show_it(loaded, run, tmp_path, monkeypatch) -> 
 
     comparison = Comparison("c", {"local": [outcome], "again": [outcome]}, asked="distinct-2")
     assert "distinct-2 (%)" in comparison.table().title
-    found = differences({"a": [outcome], "b": [outcome]}, "a", comparison.metric)["b"]
-    assert isinstance(found, Difference)
-    assert found.value == 0
+    difference = differences({"a": [outcome], "b": [outcome]}, "a", comparison.metric)["b"]
+    assert isinstance(difference, Difference)
+    assert difference.value == 0
 
     [experiment] = experiments([done.path])
     assert experiment.metric is metric_named("distinct-2")
+    monkeypatch.setattr(FIGURES, "builtin", {"curves": lambda: Curves})
     page = write_report([done.path], tmp_path / "report").page.read_text(encoding="utf-8")
     assert "distinct-2" in page
 

@@ -28,14 +28,14 @@ def naive_near(texts: set[str]) -> set[tuple[str, str]]:
 def naive_copies(splits: Splits) -> list[Copy]:
     near, copies = naive_near({text for texts in splits.values() for text in texts}), []
     for place, text in places(splits):
-        found: dict[Kind, Copy] = {}
+        by_kind: dict[Kind, Copy] = {}
         for exact in (True, False):
-            for other, there in places(splits):
-                same = text.strip() == there.strip() if exact else (text, there) in near
+            for other, candidate in places(splits):
+                same = text.strip() == candidate.strip() if exact else (text, candidate) in near
                 if same and (kind := kind_of(place, other)):
-                    found.setdefault(kind, Copy(kind, exact, place, other, text))
+                    by_kind.setdefault(kind, Copy(kind, exact, place, other, text))
         kinds: tuple[Kind, ...] = ("repeats", "in_training", "in_others")
-        copies += [found[kind] for kind in kinds if kind in found]
+        copies += [by_kind[kind] for kind in kinds if kind in by_kind]
     return copies
 
 
@@ -56,14 +56,14 @@ def test_copies_are_found_where_they_are(passages: list[str]) -> None:
     few = [text for own in passages[:5] for text in (own, changed(own, 2, draw), own + "\n")]
     names = [(client, split) for client in ("ann", "ben") for split in ("train", "test")]
     splits = {name: draw.choices(few, k=6) for name in names}
-    found, wanted = find_copies(splits), naive_copies(splits)
-    assert {c.kind for c in wanted} == {"repeats", "in_training", "in_others"}
-    assert {c.exact for c in wanted} == {True, False}
+    actual, expected = find_copies(splits), naive_copies(splits)
+    assert {c.kind for c in expected} == {"repeats", "in_training", "in_others"}
+    assert {c.exact for c in expected} == {True, False}
     # Of several near copies, any may be named.
-    facts = [[(c.kind, c.exact, c.place, c.text) for c in copies] for copies in (found, wanted)]
+    facts = [[(c.kind, c.exact, c.place, c.text) for c in copies] for copies in (actual, expected)]
     assert facts[0] == facts[1]
-    assert all(kind_of(c.place, c.original) == c.kind for c in found)
-    assert find_copies(splits) == found
+    assert all(kind_of(c.place, c.original) == c.kind for c in actual)
+    assert find_copies(splits) == actual
 
 
 def test_near_copies_are_looked_for_in_the_start_alone(passages: list[str]) -> None:
@@ -88,14 +88,14 @@ def test_what_is_compared_is_what_the_run_reads(tokenizer) -> None:
     assert 0 <= len(kept) - len("".join(read)) < 2 * PIECE
     assert "".join(map(str, tokens.test.compared(own.test))) == book[20_000:25_000]
 
-    found = found_in(own, tokens, 10**6, empty=2)
-    train, validation, test = found.splits
+    result = found_in(own, tokens, 10**6, empty=2)
+    train, validation, test = result.splits
     assert (train.tokens, train.texts, train.short) == (3000, len(read), 0)
     assert validation.exact["in_training"] == validation.texts - 1 > 0  # the last ends elsewhere
     assert sum(test.exact.values()) == 0
-    assert found.compared is None
+    assert result.compared is None
     assert found_in(own, tokens, 300).compared == 100
-    first, last = quality.sentences(found)
+    first, last = quality.sentences(result)
     copies = "validation or test texts duplicated in the same client's training text: "
     assert first.startswith(f"Data: {copies}")
     assert last == "Data: empty records, excluded: 2; run `coterie data FILE` for details"
@@ -111,7 +111,7 @@ def test_of_instructions_the_samples_that_fit_are_compared(tokenizer) -> None:
 
 
 def naively_without(own: Texts[str], near: set[tuple[str, str]]) -> str:
-    """The training text that is left, piece by piece."""
+    """Return the training text that remains, piece by piece."""
     held_out = [part for text in own.validation + own.test for part in pieces(text, PIECE)]
     again = {part.strip() for part in held_out}
     parts = [part for text in own.train for part in pieces(text, PIECE)]
@@ -139,8 +139,8 @@ def test_what_is_held_out_leaves_training() -> None:
 
 
 def test_instructions_that_are_held_out_leave_training() -> None:
-    one, two, three = (Instruction(f"What is {n}?", "a number") for n in ("one", "two", "three"))
-    left, removed = without_held_out(Texts([one, two, three, two], [two], [three]), "Ann")
-    assert (left.train, removed) == ([one], 3)
+    a, b, c = (Instruction(f"What is {n}?", "a number") for n in ("one", "two", "three"))
+    left, removed = without_held_out(Texts([a, b, c, b], [b], [c]), "Ann")
+    assert (left.train, removed) == ([a], 3)
     with pytest.raises(CoterieError, match=r"^Ann: data\.dedup.* removes the whole train .*\(2 "):
-        without_held_out(Texts([two, three], [two], [three]), "Ann")
+        without_held_out(Texts([b, c], [b], [c]), "Ann")

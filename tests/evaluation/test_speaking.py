@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PromptTuningConfig, PromptTuningInit, get_peft_model
 from torch import Tensor
 
 from coterie.bases import Base, load_base
@@ -31,13 +30,13 @@ def speaker(base: Base, sampling: Sampling = GREEDY, model: Any = None, **more: 
 
 
 def ids_of(base: Base, *parts: str) -> list[int]:
-    found: Any = base.tokenizer([*parts], add_special_tokens=False)
-    return [id for ids in found["input_ids"] for id in ids]
+    encoded: Any = base.tokenizer([*parts], add_special_tokens=False)
+    return [id for ids in encoded["input_ids"] for id in ids]
 
 
 @torch.no_grad()
 def slowly(base: Base, turns: list[Turn], model: Any = None) -> str:
-    """The likeliest token after all that there is, until the end."""
+    """Generate an answer of the most probable tokens, one by one, until the end token."""
     ids = ids_of(base, *chat_template(base.tokenizer, None).opening_and_answer(turns)[:-1])
     before = len(ids)
     model = model or base.model
@@ -50,26 +49,22 @@ def test_streams_what_the_plain_loop_writes_and_remembers_it(base) -> None:
     talk, turns = speaker(base, system="Be brief."), [Turn("system", "Be brief.")]
     for question in ("Name a sea.", "And a ship?", "  Who sails it?"):
         pieces: list[str] = []
-        said = talk.answer(question, pieces.append)
+        reply = talk.answer(question, pieces.append)
         turns.append(Turn("user", question))
-        assert said == "".join(pieces) == slowly(base, turns)
+        assert reply == "".join(pieces) == slowly(base, turns)
         assert len(pieces) > 3
-        turns.append(Turn("assistant", said))
+        turns.append(Turn("assistant", reply))
         assert talk.turns == tuple(turns)
     talk.reset()
     assert talk.turns == (turns[0],)
     assert talk.answer("Name a sea.", lambda piece: None) == turns[2].content
 
 
-def test_behind_a_soft_prompt() -> None:
+def test_behind_a_soft_prompt(soft_prompted) -> None:
     base = load_base("tiny-gpt2", "fp32", 16)
-    torch.manual_seed(3)
-    tuning = PromptTuningConfig(
-        task_type="CAUSAL_LM", num_virtual_tokens=4, prompt_tuning_init=PromptTuningInit.RANDOM
-    )
-    model: Any = get_peft_model(base.model, tuning).eval()
-    said = speaker(base, model=model).answer("Name a sea.", lambda piece: None)
-    assert said == slowly(base, [Turn("user", "Name a sea.")], model)
+    model = soft_prompted(base.model)
+    reply = speaker(base, model=model).answer("Name a sea.", lambda piece: None)
+    assert reply == slowly(base, [Turn("user", "Name a sea.")], model)
 
 
 class Scripted:
@@ -81,7 +76,7 @@ class Scripted:
         self.written, self.read, self.options = iter(written), [], {}
 
     def generate(self, input_ids: Tensor, streamer: Any, **options: Any) -> None:
-        """Hands its tokens to the streamer, as transformers' `generate` does."""
+        """Pass the scripted tokens to the streamer, as transformers' `generate` does."""
         self.options = options
         self.read.append(input_ids[0].tolist())
         streamer.put(input_ids)
@@ -102,13 +97,12 @@ def test_the_model_reads_the_templates_opening_and_nothing_else(base) -> None:
 
 
 def test_a_model_stops_at_a_marker_of_several_tokens(base, monkeypatch) -> None:
-    """Words that the base is known to write are the marker here."""
     lengths: list[int] = []
 
     def watched(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
-        found = generated(model, ids, mask, **options)
-        lengths.append(found.shape[1] - ids.shape[1])
-        return found
+        tokens = generated(model, ids, mask, **options)
+        lengths.append(tokens.shape[1] - ids.shape[1])
+        return tokens
 
     monkeypatch.setattr(speaking, "generated", watched)
     whole = slowly(base, [Turn("user", "Name a sea.")])
@@ -159,13 +153,13 @@ def test_the_oldest_exchanges_are_left_out_where_the_context_ends(base) -> None:
     template = chat_template(base.tokenizer, None)
     for number in range(9):
         talk.answer(f"Is it so, {number}?", lambda piece: None)
-        system, *said = talk.turns[:-1]  # without the last answer
+        system, *turns = talk.turns[:-1]  # without the last answer
         fits = [
             n
-            for n in range(0, len(said), 2)
-            if len(ids_of(base, *template.opening_and_answer([system, *said[n:]])[:-1])) + 12 <= 91
+            for n in range(0, len(turns), 2)
+            if len(ids_of(base, *template.opening_and_answer([system, *turns[n:]])[:-1])) + 12 <= 91
         ]
-        expected = template.opening_and_answer([system, *said[fits[0] :]])[:-1]
+        expected = template.opening_and_answer([system, *turns[fits[0] :]])[:-1]
         assert (model.read[-1], talk.left_out) == (ids_of(base, *expected), fits[0] // 2)
     assert talk.left_out > 2
     assert len(talk.turns) == 19  # all is remembered
@@ -176,14 +170,14 @@ def test_the_oldest_exchanges_are_left_out_where_the_context_ends(base) -> None:
 
 
 def test_chance_is_that_of_the_seed_and_the_place_in_the_conversation(base) -> None:
-    def said(seed: int) -> list[str]:
+    def answers(seed: int) -> list[str]:
         talk = speaker(base, Sampling(8, 1.0, 0.9, seed))
         torch.rand(3)  # not that of the process
         return [talk.answer("Name a sea.", lambda piece: None) for _ in range(2)]
 
     torch.manual_seed(0)
     state = torch.get_rng_state()
-    assert said(1) == said(1) != said(2)
+    assert answers(1) == answers(1) != answers(2)
     torch.set_rng_state(state)
     assert torch.equal(torch.rand(3), torch.manual_seed(0) and torch.rand(3))
 

@@ -22,14 +22,14 @@ IDS = torch.tensor([[5, 9, 33, 71, 20, 6, 41, 100, 3, 77]])
 
 
 def randomise(adapter: Trainable) -> None:
-    """Give every tensor of an adapter random values, and every router widely different scores."""
+    """Draw random values for an adapter, with widely different scores of every router."""
     torch.manual_seed(1)
     for name, tensor in adapter.tensors().items():
         tensor.data.normal_(std=1.0 if name.startswith("router") else 0.2)
 
 
 def source_of(model: PreTrainedModel, adapter: Trainable | None, config: RunConfig) -> Source:
-    """A source with a given model; the configuration is that of any run."""
+    """Return a source with a given model and the configuration of any run."""
     base = Base(model, cast(Any, None), "fp32", torch.device("cpu"))
     attach = (adapter or Trainable(())).attach
     return Source(
@@ -47,7 +47,7 @@ def source_of(model: PreTrainedModel, adapter: Trainable | None, config: RunConf
 
 
 def random_source(name: str, layout: Layout, config: RunConfig, **settings: Any) -> Source:
-    """A source with a random adapter on a small random base of an architecture."""
+    """Return a source with a random adapter on a small random base of an architecture."""
     model = small_model(name, **settings)
     adapter = Adapter(model, layout, 0, "poet", lambda _: True)
     randomise(adapter)
@@ -56,5 +56,5 @@ def random_source(name: str, layout: Layout, config: RunConfig, **settings: Any)
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
-    """The logits for IDS, without those of a soft prompt."""
+    """Return the logits for IDS, without those of a soft prompt."""
     return model.eval()(IDS).logits[:, -IDS.shape[1] :].float()

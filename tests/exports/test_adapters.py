@@ -51,7 +51,7 @@ def check_merged(source: Source, folder: Path, expected: torch.Tensor) -> None:
 
 
 def loaded(source: Source, folder: Path) -> Any:
-    """The model of a PEFT folder, on a copy of the base that Coterie has not touched."""
+    """Load the model of a PEFT folder on an unmodified copy of the base."""
     detach(source.base.model)
     source.base.model.save_pretrained(folder / "base")
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
@@ -74,9 +74,9 @@ def test_lora_as_a_peft_adapter_and_merged(base: str, layout: str, config, tmp_p
 
 
 def test_a_pair_with_a_residual_keeps_its_scale_and_is_restored(config, tmp_path) -> None:
-    """PEFT would divide alpha by the larger rank of this pair."""
     source = random_source("llama", ONE, config())
     [(_, first), *_] = adapted(source.attach())
+    # PEFT would divide alpha by the larger rank of this pair.
     first.residual_A, first.residual_B = torch.randn(3, 32) / 3, torch.randn(32, 3) / 3
     expected, model = logits(source.attach()), source.base.model
     assert source.adapter is not None
@@ -126,7 +126,7 @@ def test_the_untrained_base_is_merged_as_it_is(config, tmp_path) -> None:
 
 
 def prompt(base: Any, encoded: bool) -> PromptAdapter:
-    """A soft prompt that starts from the embeddings of a text, or a prompt encoder."""
+    """Return a soft prompt with the embeddings of a text, or a prompt encoder."""
     if encoded:
         return prompt_encoder(base, 3, 24, 0)
     adapter = soft_prompt(base, 3, 0, 0.0)

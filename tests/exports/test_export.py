@@ -84,7 +84,7 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 
 def private_words_are_absent(folder: Path, run: Path, base: str) -> None:
-    """No file names a path of this machine or a client, and the card has all that it should."""
+    """Check that no file names a local path or a client, and that the card is complete."""
     for file in folder.rglob("*"):
         data = file.read_bytes()
         for word in (str(run.parent), "/tmp", "/work", "poet", "whaler"):
@@ -140,21 +140,21 @@ def test_a_bundle_opens_without_the_run(finished, in_this_process, tmp_path) -> 
     expected = logits(coterie.load(run, "poet"))
     done = coterie.export(run, "poet", tmp_path / "out", format="bundle")
     shutil.rmtree(run)
-    there = done.path.rename(tmp_path / "elsewhere")
-    assert torch.equal(logits(coterie.load(there, base=base)), expected)
-    assert coterie.tokenizer(there).get_vocab()
+    moved = done.path.rename(tmp_path / "elsewhere")
+    assert torch.equal(logits(coterie.load(moved, base=base)), expected)
+    assert coterie.tokenizer(moved).get_vocab()
     with pytest.raises(CoterieError, match=r"export it with `coterie export` or coterie.export"):
-        coterie.load(there, base=base).save_pretrained(tmp_path / "saved")
+        coterie.load(moved, base=base).save_pretrained(tmp_path / "saved")
     with pytest.raises(CoterieError, match=r"The base 'llama' could not be loaded"):
-        coterie.load(there)
+        coterie.load(moved)
     other = shutil.copytree(base, tmp_path / "llama")
     scale(other / "model.safetensors", 1.001)
     with pytest.raises(CoterieError, match=r"is not the base that the model in .* was trained on"):
-        coterie.load(there, base=str(other))
-    described = json.loads((there / "coterie.json").read_text())
-    (there / "coterie.json").write_text(json.dumps(described | {"format": 9}))
+        coterie.load(moved, base=str(other))
+    described = json.loads((moved / "coterie.json").read_text())
+    (moved / "coterie.json").write_text(json.dumps(described | {"format": 9}))
     with pytest.raises(CoterieError, match=r"coterie\.json is damaged: format"):
-        coterie.load(there, base=base)
+        coterie.load(moved, base=base)
 
 
 def test_a_format_that_computes_something_else_is_refused(finished, tmp_path) -> None:
@@ -172,7 +172,6 @@ def test_a_format_that_computes_something_else_is_refused(finished, tmp_path) ->
 
 
 def test_lost_expert_updates_are_noticed(finished, in_this_process, monkeypatch, tmp_path) -> None:
-    """Some tools have merged Mixtral without the updates of its experts."""
     expert = moe._expert
 
     def without_update(mixture: Any, experts: Any) -> Any:
@@ -199,7 +198,7 @@ def test_an_untrained_base_that_was_kept_is_exported(finished, in_this_process, 
 
 
 def test_a_base_in_bf16_is_exported_in_float32(finished, bases, in_this_process, tmp_path) -> None:
-    """So that small updates are not lost."""
+    """Check that the export does not round small updates to bf16."""
     shutil.copytree(bases / "llama", bases / "llama-bf16", dirs_exist_ok=True)
     model = AutoModelForCausalLM.from_pretrained(bases / "llama", dtype=torch.bfloat16)
     model.save_pretrained(bases / "llama-bf16")
@@ -248,7 +247,7 @@ def test_a_base_that_has_changed_is_refused(values, bases, tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["int8", "nf4"])
 def test_a_quantised_bases_adapter(weights: str, values, bases, in_this_process, tmp_path) -> None:
-    """The card shows how to quantise the base in the same way."""
+    """Check that the card shows how to quantise the base in the same way."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     wide = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     config = AutoConfig.from_pretrained(bases / "llama", **wide)

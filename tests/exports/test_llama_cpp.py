@@ -41,7 +41,7 @@ def smollm2(tmp_path_factory) -> Path:
 
 
 def small(folder: Path, name: str, **settings: Any) -> Path:
-    """A random model with the tokens of SmolLM2."""
+    """Write a random model with the tokens of SmolLM2, and return its folder."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 128}
     changes = {**sizes, "vocab_size": 49152, "initializer_range": 0.2, **settings}
     torch.manual_seed(0)
@@ -53,7 +53,7 @@ def small(folder: Path, name: str, **settings: Any) -> Path:
 
 
 def compare(checkpoint: Path, file: Path, new: int = 24) -> None:
-    """Logits of a prompt, and the tokens that follow it most probably."""
+    """Compare the logits of a prompt and the most probable tokens that follow."""
     to_gguf(checkpoint, file)
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)

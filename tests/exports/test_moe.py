@@ -56,7 +56,7 @@ def test_the_checkpoint_computes_the_same(base: str, experts: str, config, tmp_p
 
 
 def randomise_biases(model: torch.nn.Module) -> None:
-    """Small random models have biases of zero and norms of one, which would hide an omission."""
+    """Draw biases and norms, whose initial zeros and ones would hide an omission."""
     torch.manual_seed(2)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
@@ -65,7 +65,7 @@ def randomise_biases(model: torch.nn.Module) -> None:
 
 
 def test_the_names_of_the_tensors_are_those_of_published_checkpoints(config, tmp_path) -> None:
-    """From which vLLM and the converter of llama.cpp read them."""
+    """Check the names that vLLM and the converter of llama.cpp read."""
     MOE.write(random_source("llama", LAYOUTS["both"], config()), tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         names = set(file.keys())

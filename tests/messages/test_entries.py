@@ -1,4 +1,4 @@
-"""What a client tells of its own figures is of the type that tables and reports draw."""
+"""Metrics that a client sends have the type that tables and reports show."""
 
 import pytest
 from pydantic import ValidationError

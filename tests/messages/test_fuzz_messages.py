@@ -47,7 +47,7 @@ KEYS = ["g/x", "g/", "h/x", "g//x", "bob:g/x", "bob:g/é:", "ann:g/x", *NAMES]
 
 
 def originals() -> list[bytes]:
-    """Good messages and states of several kinds."""
+    """Return valid messages and states of several kinds."""
     nested = {"a": [1, 2.5, None, {"b": ["c", True]}], "é": {"": []}, "n": -(2**63)}
     floats = [torch.randn(3, 2).to(getattr(torch, d)) for d in ("float32", "bfloat16", "float64")]
     whole = [torch.arange(5).to(getattr(torch, d)) for d in ("uint8", "int64", "bool", "int8")]
@@ -121,7 +121,7 @@ def resize(data: bytes, rng: random.Random) -> bytes:
 
 
 def build(_data: bytes, rng: random.Random) -> bytes:
-    """A header made from nothing: entries that mostly fit their data, with some that do not."""
+    """Build a header from nothing, whose entries mostly fit their data."""
     end, entries = 0, []
     for _ in range(rng.randrange(4)):
         dtype = rng.choice(DTYPES)
@@ -162,7 +162,7 @@ def inputs(seed: int, count: int) -> Iterator[tuple[Mutation, bytes]]:
 
 
 def decoded(decode: Callable[[bytes], Any], data: bytes) -> Any:
-    """What the bytes are taken for, None if they are refused; anything else is a failure."""
+    """Decode bytes; return None if they are refused with the proper error."""
     try:
         return decode(data)
     except (MessageError, FormatError):
@@ -171,11 +171,11 @@ def decoded(decode: Callable[[bytes], Any], data: bytes) -> Any:
         raise AssertionError(f"{error!r} on {data[:3000]!r}") from error
 
 
-def contents(found: Message | State) -> dict[tuple[Any, str, str], Tensor]:
-    """By peer or part, group and name; what is found must be in the form of its kind."""
-    if isinstance(found, Message):
-        return {(peer, group, name): t for peer, group, name, t in found.tensors()}
-    states = dict(found.walk())
+def contents(value: Message | State) -> dict[tuple[Any, str, str], Tensor]:
+    """Return the tensors of a message or state; check that values are mappings."""
+    if isinstance(value, Message):
+        return {(peer, group, name): t for peer, group, name, t in value.tensors()}
+    states = dict(value.walk())
     assert all(isinstance(state.values, dict) for state in states.values())
     return {(path, *key): t for path, state in states.items() for key, t in flat(state).items()}
 
@@ -184,9 +184,9 @@ def check_inputs(seed: int, count: int) -> None:
     taken = Counter[str]()
     for mutate, data in inputs(seed, count):
         for decode in (Message.decode, State.decode):
-            found = decoded(decode, data)
-            if found is not None:
-                assert sum(tensor.nbytes for tensor in contents(found).values()) <= len(data)
+            value = decoded(decode, data)
+            if value is not None:
+                assert sum(tensor.nbytes for tensor in contents(value).values()) <= len(data)
         message = decoded(lambda data: SCHEMA.receive("up", data), data)
         if message is not None:
             taken[mutate.__name__] += 1

@@ -34,10 +34,10 @@ STATES = st.recursive(
 
 
 def assert_same(groups: Groups, others: Groups) -> None:
-    """The same bits under the same names; groups without tensors do not count."""
-    keys, theirs = ({(g, n) for g in some for n in some[g]} for some in (groups, others))
-    assert keys == theirs
-    assert all(torch.equal(groups[group][name], others[group][name]) for group, name in keys)
+    """Check that tensors have equal names and bits; groups without tensors do not count."""
+    actual, expected = ({(g, n) for g in some for n in some[g]} for some in (groups, others))
+    assert actual == expected
+    assert all(torch.equal(groups[group][name], others[group][name]) for group, name in actual)
 
 
 @given(st.integers(0, 10**6), GROUPS, MAPPINGS, st.dictionaries(WORDS, GROUPS, max_size=3))
@@ -48,7 +48,7 @@ def test_a_message_survives_its_bytes(round, groups, values, peers) -> None:
     for peer in peers.keys() | back.peers.keys():
         assert_same(back.peers.get(peer, {}), peers[peer])
     assert all(back.groups.values())  # empty groups vanish
-    assert all(found and all(found.values()) for found in back.peers.values())
+    assert all(peer and all(peer.values()) for peer in back.peers.values())
 
 
 @given(STATES)
@@ -69,8 +69,8 @@ def test_random_bytes_are_refused(data) -> None:
 
 @given(st.integers(0, 400), st.integers(0, 255))
 def test_a_changed_byte_is_a_message_or_is_refused(place, byte) -> None:
-    mine, theirs = ({"adapter": {"a/b": torch.arange(4.0)}} for _ in range(2))
-    data = bytearray(Message(3, mine, {"n": 1}, {"bob": theirs}).encode())
+    own, other = ({"adapter": {"a/b": torch.arange(4.0)}} for _ in range(2))
+    data = bytearray(Message(3, own, {"n": 1}, {"bob": other}).encode())
     data[place % len(data)] = byte
     with contextlib.suppress(MessageError, FormatError):
         Message.decode(bytes(data))
@@ -85,27 +85,27 @@ def test_every_dtype_keeps_its_bits() -> None:
 
 
 def test_groups_peers_and_tensors_are_found_by_their_names() -> None:
-    one, two = torch.ones(2), torch.zeros(3)
-    message = Message(4, {"a": {"x": one}, "b": {"y": two}}, {"n": 1}, {"bob": {"a": {"x": two}}})
-    assert message["a"]["x"] is one
+    x, y = torch.ones(2), torch.zeros(3)
+    message = Message(4, {"a": {"x": x}, "b": {"y": y}}, {"n": 1}, {"bob": {"a": {"x": y}}})
+    assert message["a"]["x"] is x
     assert message["nothing"] == {}
-    assert message.from_peer("bob")["a"]["x"] is two
+    assert message.from_peer("bob")["a"]["x"] is y
     assert message.from_peer("bob").exchange == 4
-    found = [(peer, group, name) for peer, group, name, _ in message.tensors()]
-    assert found == [(None, "a", "x"), (None, "b", "y"), ("bob", "a", "x")]
+    entries = [(peer, group, name) for peer, group, name, _ in message.tensors()]
+    assert entries == [(None, "a", "x"), (None, "b", "y"), ("bob", "a", "x")]
     kept = message.only({"b", "other"})
     assert (list(kept.groups), kept.values, kept.exchange) == (["b"], {"n": 1}, 4)
 
 
 def raw(*keys: str, **header: Any) -> bytes:
-    """Bytes with tensors under these keys; what is None is left out of the header."""
+    """Return bytes with tensors under these keys; header fields that are None are omitted."""
     whole = version_fields() | {"exchange": 0, "values": {}} | header
     text = json.dumps({key: value for key, value in whole.items() if value is not None})
     return save({key: torch.ones(1) for key in keys}, {"coterie": text})
 
 
 OUTSIDE = ["-a", ".a", "a b", "é", "a\n", "a" * 101, "", "a*"]
-"""What is no name of a group, a peer or a part."""
+"""Invalid names of groups, peers and parts."""
 
 
 @pytest.mark.parametrize(
@@ -162,14 +162,14 @@ def test_another_format_is_refused_in_a_sentence(case) -> None:
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(json.loads(data[8:end])["__metadata__"]["coterie"])
     wrote = str(header.get("coterie", "another version"))[:20]
-    for decode, what, remedy in (
+    for decode, kind, remedy in (
         (Message.decode, "A message", "Install the same version on both sides."),
         (State.decode, "A state", "Use the version that wrote it."),
     ):
         with pytest.raises(FormatError) as error:
             decode(data)
         assert str(error.value) == (
-            f"{what} has format {number} (written by Coterie {wrote}), but Coterie "
+            f"{kind} has format {number} (written by Coterie {wrote}), but Coterie "
             f"{VERSION} reads format {FORMAT}. {remedy}"
         )
 
@@ -255,8 +255,7 @@ def test_tensors_come_in_the_order_of_their_names() -> None:
 
 
 def test_a_tensor_may_occur_twice() -> None:
-    """The formats of files refuse tensors that share memory."""
-    tensor = torch.rand(2, 3)
+    tensor = torch.rand(2, 3)  # safetensors refuses tensors that share memory
     twice, separate = (
         Message(0, {"a": {"x": tensor, "y": y}}, peers={"eve": {"a": {"x": x}}})
         for x, y in ((tensor, tensor.detach()), (tensor.clone(), tensor.clone()))

@@ -11,13 +11,13 @@ FILES = [
     p for folder in ("src", "papers/reproduce", "benchmarks") for p in (ROOT / folder).rglob("*.py")
 ]
 BEGIN = tuple(v for k, v in vars(names).items() if k.isupper() and v.endswith("/"))
-"""How some of the names begin, in which a slash tells them from other words."""
+"""Beginnings of names; a slash distinguishes them from other words."""
 TAKE = {"log", "names", "by_client", "by_round", "recorded"}
 """Functions and methods that take a name of a metric first, or second."""
 
 
 def spelt(tree: ast.AST) -> Iterator[str]:
-    """Names that are written where they are used."""
+    """Yield names of metrics that are literals where they are used."""
     for node in ast.walk(tree):
         given: list[ast.expr] = []
         if isinstance(node, ast.Call):
@@ -27,19 +27,20 @@ def spelt(tree: ast.AST) -> Iterator[str]:
             given = node.comparators
         elif isinstance(node, ast.Constant) and str(node.value).startswith(BEGIN):
             given = [node]
-        for one in given:
-            first = one.values[0] if isinstance(one, ast.JoinedStr) and one.values else one
+        for argument in given:
+            parts = argument.values if isinstance(argument, ast.JoinedStr) else [argument]
+            first = parts[0] if parts else argument
             if isinstance(first, ast.Constant) and isinstance(first.value, str):
-                yield f"line {one.lineno}: {ast.unparse(one)}"
+                yield f"line {argument.lineno}: {ast.unparse(argument)}"
 
 
 def test_nobody_spells_a_metric_s_name() -> None:
     declared = Path(names.__file__)
     assert [
-        f"{path.relative_to(ROOT)}, {found}"
+        f"{path.relative_to(ROOT)}, {name}"
         for path in FILES
         if path != declared
-        for found in spelt(ast.parse(path.read_text(encoding="utf-8")))
+        for name in spelt(ast.parse(path.read_text(encoding="utf-8")))
     ] == []
 
 

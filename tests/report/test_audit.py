@@ -19,68 +19,68 @@ from coterie.methods.tensors import copied
 from coterie.testing.loop import deploy
 
 DENSE = {("dense, attention.out", 4), ("dense, attention.qkv", 4)}
-"""Of the small GPT-2 (two layers): what, and how many tensors."""
+"""The tensors of attention pairs on the small GPT-2 (two layers): their label and number."""
 
 
 def sets(count: int) -> set[tuple[str, int]]:
-    """So many sets of pairs on its MLPs."""
+    """Return the labels and numbers of tensors of `count` sets of pairs on MLPs."""
     return {(f"generalist {n + 1}, mlp.{way}", 4) for n in range(count) for way in ("up", "down")}
 
 
 def audited(config, **changes) -> dict[str, Table]:
-    """The tables of a run whose clients are alike, by what they show."""
+    """Return the tables of a run whose clients are alike, by subject."""
     declared, *tables = audit_run(config(**changes))
     tables = [table for table in tables if not table.title.startswith("metrics")]
-    found = {table.title.removeprefix("diarist, poet, whaler: "): table for table in tables}
-    assert found.keys() == {OTHERS, "trained layers", *WAYS.values(), STAYS}
-    return {**found, "declared": declared}
+    named = {table.title.removeprefix("diarist, poet, whaler: "): table for table in tables}
+    assert named.keys() == {OTHERS, "trained layers", *WAYS.values(), STAYS}
+    return {**named, "declared": declared}
 
 
 def kinds(table: Table, group: str) -> set[tuple[str, int]]:
-    """What a table says of a group, and how many tensors."""
+    """Return the labels and numbers of tensors that a table lists for a group."""
     rows = [row for row in table.rows if row[0] == group]
     assert all(int(row[-1].replace(",", "")) > 0 for row in rows)
     return {(row[1], int(row[2].split()[0])) for row in rows}
 
 
 def test_shared_parts_travel_and_the_others_stay(config) -> None:
-    found = audited(config)
+    tables = audited(config)
     travels = DENSE | sets(1)
-    assert kinds(found[WAYS["up"]], "adapter") == kinds(found[WAYS["down"]], "adapter") == travels
+    assert kinds(tables[WAYS["up"]], "adapter") == kinds(tables[WAYS["down"]], "adapter") == travels
     own = {("specialist 1, mlp.up", 4), ("specialist 1, mlp.down", 4), ("router, mlp", 2)}
-    assert kinds(found[STAYS], "adapter") == own
-    moments = kinds(found[STAYS], "training, experts")
+    assert kinds(tables[STAYS], "adapter") == own
+    moments = kinds(tables[STAYS], "training, experts")
     assert moments == {(f"optimiser's {m}", 24) for m in ("step", "exp_avg", "exp_avg_sq")}
 
 
-def test_a_private_adapter_stays_though_its_tensors_are_called_as_the_shared_ones(config) -> None:
+def test_a_private_adapter_with_the_names_of_the_shared_one_stays(config) -> None:
     pytest.importorskip("nevergrad")
-    found = audited(config, method="fdlora")
+    tables = audited(config, method="fdlora")
     travels = {("dense, attention.qkv", 4)}
-    assert kinds(found[WAYS["up"]], "adapter") == kinds(found[STAYS], "private") == travels
-    assert kinds(found[STAYS], "adapter") == set()
+    assert kinds(tables[WAYS["up"]], "adapter") == kinds(tables[STAYS], "private") == travels
+    assert kinds(tables[STAYS], "adapter") == set()
 
 
 @pytest.mark.parametrize("method", ["hetlora", "flexlora"])
 def test_what_travels_in_a_group_of_another_name_does_not_stay(method, config) -> None:
-    found = audited(config, method=method)
-    up = found[WAYS["up"]]
+    tables = audited(config, method=method)
+    up = tables[WAYS["up"]]
     assert (kinds(up, "adapter"), kinds(up, "experts")) == (DENSE, sets(1))
-    assert {row[0] for row in found[STAYS].rows} == {"training, joint"}
+    assert {row[0] for row in tables[STAYS].rows} == {"training, joint"}
 
 
 def test_the_last_exchange_is_shown_and_the_others_uploads_are_summed(config) -> None:
-    found = audited(config, method={"name": "pcl-2", "warmup": 2, "every": 1}, rounds=4)
+    tables = audited(config, method={"name": "pcl-2", "warmup": 2, "every": 1}, rounds=4)
     adapter = DENSE | sets(2)
     for group in ("adapter", "update"):
-        assert kinds(found[WAYS["up"]], group) == adapter
-        twice = {(what, 2 * count) for what, count in adapter}
-        assert kinds(found[WAYS["down"]], f"others' {group}") == twice
-    assert kinds(found[STAYS], "start") == adapter
-    others = {row[0]: row[1] for row in found[OTHERS].rows}
+        assert kinds(tables[WAYS["up"]], group) == adapter
+        twice = {(kind, 2 * count) for kind, count in adapter}
+        assert kinds(tables[WAYS["down"]], f"others' {group}") == twice
+    assert kinds(tables[STAYS], "start") == adapter
+    others = {row[0]: row[1] for row in tables[OTHERS].rows}
     assert "change of the adapter since the last exchange" in others[FORWARDED]
     assert others[PRIVACY] == "no noise is added to anything"
-    (whole,) = [row for row in found[WAYS["down"]].rows if row[0] == WHOLE]
+    (whole,) = [row for row in tables[WAYS["down"]].rows if row[0] == WHOLE]
     assert whole[-1].startswith("≤")  # the others' names differ in length
 
 
@@ -113,7 +113,7 @@ def test_an_audit_lists_every_figure_that_a_deployment_shares(method, config, tm
     assert "test/aggregated" in sent
 
 
-def test_fields_of_one_name_are_two_lines_that_say_how_often_each_is_sent() -> None:
+def test_two_fields_of_one_name_are_two_lines() -> None:
     tensors = Field("adapter", "tensors")
     schema = Schema(
         hello=(Field("shapes", "shapes", "json"),),
@@ -166,10 +166,10 @@ class BothServer(AdapterServer):
         return Message(exchange.turn.exchange, own, peers=peers)
 
 
-def test_an_audit_tells_a_clients_own_group_from_its_peers_of_the_same_name(config) -> None:
-    found = audited(config, method=Both())
-    declared = [row[0] for row in found["declared"].rows if row[2].startswith("from the server")]
+def test_a_clients_own_group_is_told_from_its_peers(config) -> None:
+    tables = audited(config, method=Both())
+    declared = [row[0] for row in tables["declared"].rows if row[2].startswith("from the server")]
     assert declared == ["adapter", "others' adapter"]
-    own = kinds(found[WAYS["down"]], "adapter")
+    own = kinds(tables[WAYS["down"]], "adapter")
     assert own == DENSE | sets(2)
-    assert kinds(found[WAYS["down"]], "others' adapter") == {(what, 2 * n) for what, n in own}
+    assert kinds(tables[WAYS["down"]], "others' adapter") == {(kind, 2 * n) for kind, n in own}

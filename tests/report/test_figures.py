@@ -2,6 +2,7 @@
 
 import json
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from coterie.report.assignment import Assignment, holdings, shared
 from coterie.report.cost import Traffic
 from coterie.report.curves import Curves, Sweep, smooth
 from coterie.report.division import Division
-from coterie.report.figures import FIGURES
+from coterie.report.figures import FIGURES, ReportFigure
 from coterie.report.plots import of_pairs
 from coterie.report.routing import Routing
 from coterie.report.style import FIXED, THEMES, Canvas, LeftOut, Picture, looks
@@ -29,13 +30,18 @@ LOCAL = {"name": "local"}
 COMIGS = {"name": "comigs-1g1s", "mlp": {"generalists": 1, "specialists": {"anna": 2, "others": 1}}}
 
 
-def one(path) -> Experiment:
-    (found,) = experiments([path])
-    return found
+def only(path) -> Experiment:
+    (experiment,) = experiments([path])
+    return experiment
 
 
-def table_of(found) -> Table:
-    table = drawn(found).table
+def shown(figure: type[ReportFigure], folder: Path) -> Table:
+    """Return the table of a figure with one picture."""
+    return table_of(figure().pictures(only(folder)))
+
+
+def table_of(pictures) -> Table:
+    table = drawn(pictures).table
     assert table is not None
     return table
 
@@ -48,7 +54,7 @@ def test_perplexity_over_rounds_is_the_point_that_the_method_reports(written) ->
         for point, extra in (("trained", 1), ("aggregated", 500))
     ]
     folder = written("run", LOCAL, figures=figures, perplexities=(11, 31))
-    perplexity, loss = Curves().pictures(one(folder))
+    perplexity, loss = Curves().pictures(only(folder))
     assert table_of([perplexity]).rows == [["local", "81.00", "61.00", "41.00", "21.00"]]
     assert isinstance(loss, LeftOut)
 
@@ -68,7 +74,7 @@ def test_alternative_text_says_which_score_is_where(kept, rounds, written) -> No
         (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     result = json.loads((folder / "result.json").read_text())
     (folder / "result.json").write_text(json.dumps(result | ({"kept": kept} if kept else {})))
-    pictures: Any = Curves().pictures(one(folder))
+    pictures: Any = Curves().pictures(only(folder))
     picture, _ = pictures
     if rounds > 1:
         assert "The table lists the mean over clients by round." in picture.alt
@@ -85,7 +91,7 @@ def test_accuracy_is_drawn_in_per_cent_and_the_best_is_the_highest(written, tmp_
         score = {"perplexity": 9.0, "samples": 4, "accuracy": 0.1}
         begun = [(0, client, "test/trained", score) for client in ("anna", "ben")]
         written(f"cmp/{name}", {"name": name}, figures=begun, accuracies=accuracies)
-    experiment = one(tmp_path / "cmp")
+    experiment = only(tmp_path / "cmp")
     assert (experiment.metric, experiment.instructed) == (ACCURACY, True)
     accuracy, _ = Curves().pictures(experiment)
     assert drawn([accuracy]).title == "Test accuracy (%) over rounds"
@@ -96,27 +102,27 @@ def test_accuracy_is_drawn_in_per_cent_and_the_best_is_the_highest(written, tmp_
 
 def test_a_run_says_which_figure_is_drawn(written) -> None:
     asked = {"every": None, "split": "test", "metric": "perplexity"}
-    assert one(written("run", LOCAL, accuracies=(0.5, 0.6), evaluation=asked)).metric is PERPLEXITY
+    assert only(written("run", LOCAL, accuracies=(0.5, 0.6), evaluation=asked)).metric is PERPLEXITY
 
 
 @pytest.fixture
 def assigned(written):
     """Two rounds, two layers, three clients; the last round is not over on the second layer."""
-    found = [
+    assignments = [
         [{"anna": [0, 1], "ben": [1], "carl": [3]}, {"anna": [0], "ben": [0], "carl": [2]}],
         [{"anna": [0, 1, 2], "ben": [1, 2], "carl": []}, {"anna": [3], "ben": [3], "carl": [3]}],
         [{"anna": [4], "ben": [4], "carl": [4]}],
     ]
     figures = [
         (round, None, f"assignment/h.{layer}.c_attn", given)
-        for round, layers in enumerate(found)
+        for round, layers in enumerate(assignments)
         for layer, given in enumerate(layers)
     ]
     return written("run", {"name": "fedamole"}, figures=figures)
 
 
 def test_assignments_become_who_held_what(assigned) -> None:
-    held = holdings(one(assigned).all[0])
+    held = holdings(only(assigned).all[0])
     rounds, layers, clients = (held.index.unique(n) for n in ("round", "layer", "client"))
     assert list(clients) == ["anna", "ben", "carl"]
     assert (list(layers), list(rounds)) == (["h.0.c_attn", "h.1.c_attn"], [1, 2])
@@ -128,23 +134,23 @@ def test_assignments_become_who_held_what(assigned) -> None:
 
 
 def test_assignments_are_drawn_with_their_tables(assigned) -> None:
-    who, how_many, common = Assignment().pictures(one(assigned))
+    sets, how_many, common = Assignment().pictures(only(assigned))
     rows = [["anna", "1, 2, 3", "4"], ["ben", "2, 3", "4"], ["carl", "none", "4"]]
-    assert table_of([who]).rows == rows
+    assert table_of([sets]).rows == rows
     rows = table_of([how_many]).rows
     assert rows == [["anna", "1.50", "2.00"], ["ben", "1.00", "1.50"], ["carl", "1.00", "0.50"]]
     assert table_of([common]).rows[0] == ["anna", "1.000", "0.833", "0.500"]
 
 
 def test_a_final_evaluation_alone_is_drawn_as_dots(written) -> None:
-    perplexity, _ = Curves().pictures(one(written("run", LOCAL)))
+    perplexity, _ = Curves().pictures(only(written("run", LOCAL)))
     assert drawn([perplexity]).title == "Test perplexity after the last round"
 
 
 def test_losses_are_counted_by_update_and_averaged_over_clients(written) -> None:
     losses = {"anna": [5.0, 4.0, 3.0], "ben": [7.0, 6.0, 2.0]}
     figures = [(n // 2, c, "loss/joint", v) for c, vs in losses.items() for n, v in enumerate(vs)]
-    _, loss = Curves().pictures(one(written("run", LOCAL, figures=figures)))
+    _, loss = Curves().pictures(only(written("run", LOCAL, figures=figures)))
     assert table_of([loss]).rows == [["local", "joint", "3", "6.000", "2.500"]]
     values = pd.Series([1.0, 2.0, 6.0, 3.0])
     assert smooth(values, 3).tolist() == pytest.approx([1.5, 3, 11 / 3, 4.5])
@@ -161,7 +167,7 @@ def test_expert_scores_have_a_panel_per_client_and_expert(written) -> None:
         for round, row in enumerate(rows)
     ]
     folder = written("run", COMIGS, figures=figures)
-    table = table_of(Routing().pictures(one(folder)))
+    table = shown(Routing, folder)
     assert [row[:3] for row in table.rows] == [
         ["anna", "generalist", "0.100"],
         ["anna", "specialist 1", "0.600"],
@@ -169,7 +175,7 @@ def test_expert_scores_have_a_panel_per_client_and_expert(written) -> None:
         ["ben", "generalist", "0.800"],
         ["ben", "specialist", "0.200"],
     ]
-    run = one(folder).all[0]
+    run = only(folder).all[0]
     assert run.expert_names("anna", 2) == ["expert 1", "expert 2"]  # not what the run says
 
 
@@ -179,7 +185,7 @@ def test_clients_of_different_bases_have_layers_of_their_own(written) -> None:
         for client, layers in (("anna", ["h.0.mlp", "h.1.mlp"]), ("ben", ["layers.0.mlp"]))
         for layer in layers
     ]
-    table = table_of(Routing().pictures(one(written("run", COMIGS, figures=figures))))
+    table = shown(Routing, written("run", COMIGS, figures=figures))
     assert table.columns == ["client", "expert", "1", "2"]
     rows = [["0.250", "0.250"], ["0.750", "0.750"], ["0.250", ""], ["0.750", ""]]
     assert [row[2:] for row in table.rows] == rows
@@ -190,10 +196,10 @@ def test_trust_rows_become_matrices_averaged_over_seeds(written, tmp_path) -> No
         [(1, "anna", {"anna": 0.6, "ben": 0.4}), (1, "ben", {"anna": 0.2, "ben": 0.8})],
         [(1, "anna", {"anna": 0.8, "ben": 0.2}), (3, "ben", {"anna": 0.5, "ben": 0.5})],
     ]
-    for seed, found in enumerate(rows):
-        figures = [(round, client, "trust", row) for round, client, row in found]
+    for seed, shares in enumerate(rows):
+        figures = [(round, client, "trust", row) for round, client, row in shares]
         written(f"cmp/{seed}", LOCAL, seed, figures=figures)
-    second, fourth = trust_matrices(one(tmp_path / "cmp").all).items()
+    second, fourth = trust_matrices(only(tmp_path / "cmp").all).items()
     assert (second[0], fourth[0]) == (2, 4)
     for _, weights in (second, fourth):
         assert list(weights.index) == list(weights.columns) == ["anna", "ben"]
@@ -202,14 +208,14 @@ def test_trust_rows_become_matrices_averaged_over_seeds(written, tmp_path) -> No
     # Anna keeps hers in both runs; in the first run, ben keeps his, too.
     assert fourth[1].loc["anna"].tolist() == pytest.approx([0.7, 0.3])
     assert fourth[1].loc["ben"].tolist() == pytest.approx([0.35, 0.65])
-    heat, lines = Trust().pictures(one(tmp_path / "cmp"))
+    heat, lines = Trust().pictures(only(tmp_path / "cmp"))
     assert table_of([heat]).rows == [["anna", "0.700", "0.300"], ["ben", "0.350", "0.650"]]
     drawn([lines])
 
 
 def test_a_client_without_weights_so_far_has_an_empty_row(written) -> None:
     figures = [(1, "anna", "trust", {"anna": 1.0}), (2, "ben", "trust", {"anna": 0.4, "ben": 0.6})]
-    second, third = trust_matrices(one(written("run", LOCAL, figures=figures)).all).values()
+    second, third = trust_matrices(only(written("run", LOCAL, figures=figures)).all).values()
     assert second.loc["ben"].isna().all()
     assert third.to_numpy().tolist() == [[1.0, 0.0], [0.4, 0.6]]
 
@@ -229,7 +235,7 @@ def test_of_two_exchanges_in_a_round_the_last_trust_counts(written, tmp_path) ->
     shares = [("anna", 0.9), ("ben", 0.9), ("anna", 0.6), ("ben", 0.7)]
     figures = [(1, name, "trust", {"anna": share, "ben": 1 - share}) for name, share in shares]
     written("cmp/0", LOCAL, 0, figures=figures)
-    (weights,) = trust_matrices(one(tmp_path / "cmp").all).values()
+    (weights,) = trust_matrices(only(tmp_path / "cmp").all).values()
     assert weights.to_numpy().tolist() == [pytest.approx([0.6, 0.4]), pytest.approx([0.7, 0.3])]
 
 
@@ -237,8 +243,8 @@ def test_trust_in_others_has_no_diagonal_and_colours_of_its_own(written, tmp_pat
     row = {"anna": 0.5, "ben": 0.24, "cleo": 0.26}
     figures = [(1, "anna", "trust", row), (1, "ben", "trust", row), (1, "cleo", "trust", row)]
     written("cmp/0", LOCAL, 0, figures=figures)
-    found = [p for p in Trust().pictures(one(tmp_path / "cmp")) if isinstance(p, Picture)]
-    (others,) = [picture for picture in found if picture.name.startswith("trust-in-others")]
+    pictures = [p for p in Trust().pictures(only(tmp_path / "cmp")) if isinstance(p, Picture)]
+    (others,) = [picture for picture in pictures if picture.name.startswith("trust-in-others")]
     # Ben and Cleo trust Anna most.
     assert "lowest weight (0.24) to the highest (0.5)" in others.caption
     drawn([others])
@@ -248,7 +254,7 @@ def test_a_sweep_of_the_routers_schedule_is_a_heat_map(written, tmp_path) -> Non
     for every, steps, score in ((5, 1, 10), (5, 2, 20), (9, 1, 30)):
         method = COMIGS | {"router": {"every": every, "steps": steps}}
         written(f"cmp/{every}-{steps}", method, perplexities=(score, score + 2))
-    table = table_of(Sweep().pictures(one(tmp_path / "cmp")))
+    table = shown(Sweep, tmp_path / "cmp")
     assert table.columns[1:] == ["5", "9"]
     assert table.rows == [["1", "11.00", "31.00"], ["2", "21.00", ""]]
 
@@ -256,10 +262,10 @@ def test_a_sweep_of_the_routers_schedule_is_a_heat_map(written, tmp_path) -> Non
 def test_division_shows_labels_or_else_tokens(written) -> None:
     sizes = {"train": 900, "validation": 50, "test": 1200}
     tokens = {"anna": {"tokens": sizes}, "ben": {"tokens": sizes}}
-    table = table_of(Division().pictures(one(written("a", LOCAL, clients=tokens))))
+    table = shown(Division, written("a", LOCAL, clients=tokens))
     assert (table.columns, table.rows[0]) == (["client", *sizes], ["anna", "900", "50", "1,200"])
     labels = {"anna": {"labels": {"b": 3}}, "ben": {"labels": {"a": 4, "b": 1}}}
-    table = table_of(Division().pictures(one(written("b", LOCAL, clients=labels))))
+    table = shown(Division, written("b", LOCAL, clients=labels))
     assert table.rows == [["anna", "0", "3"], ["ben", "4", "1"]]
 
 
@@ -271,7 +277,7 @@ def test_traffic_counts_the_first_download_of_a_round(written) -> None:
         for client, size in (("anna", 1000), ("ben", 3000))
         for name in ("bytes/down", "bytes/up", "bytes/down")
     ]
-    table = table_of(Traffic().pictures(one(written("run", LOCAL, figures=figures))))
+    table = shown(Traffic, written("run", LOCAL, figures=figures))
     assert table.rows == [["local", "2,000", "3,000", "2,000", "3,000"]]
 
 
@@ -290,8 +296,7 @@ def test_uploads_have_a_ratio_per_client_and_excluded_ones_are_named(written) ->
         *changes(3, anna=1.0),
         (3, "ben", "left out", "its loss or its upload is not finite"),
     ]
-    folder = written("run", LOCAL, figures=figures, perplexities=None)
-    table = table_of(Uploads().pictures(one(folder)))
+    table = shown(Uploads, written("run", LOCAL, figures=figures, perplexities=None))
     rows = [["anna", "1", "0.00", ""], ["ben", "9,000", "-0.50", "2, 4"]]
     assert table.rows == [["local", *row] for row in rows]
 
@@ -301,26 +306,25 @@ def test_a_client_that_never_uploaded_has_a_line_in_the_table(written) -> None:
         (0, "anna", "change", {"ratio": 1.0, "cosine": None}),
         (0, "ben", "left out", "its loss or its upload is not finite"),
     ]
-    folder = written("run", LOCAL, figures=figures, perplexities=None)
-    table = table_of(Uploads().pictures(one(folder)))
+    table = shown(Uploads, written("run", LOCAL, figures=figures, perplexities=None))
     assert table.rows == [["local", "anna", "1", "", ""], ["local", "ben", "", "", "1"]]
 
 
 def test_what_runs_do_not_hold_is_left_out(written) -> None:
-    empty = one(written("run", LOCAL, perplexities=None))
+    empty = only(written("run", LOCAL, perplexities=None))
     for name in FIGURES.names():
         assert all(isinstance(item, LeftOut) for item in FIGURES.get(name)().pictures(empty))
 
 
-def contrast(one: str, other: str) -> float:
-    """WCAG 2's contrast ratio of two colours."""
+def contrast(colour: str, other: str) -> float:
+    """Return the contrast ratio of two colours, as WCAG 2 defines it."""
 
     def luminance(colour: str) -> float:
         parts = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
         linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
         return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
 
-    low, high = sorted((luminance(one), luminance(other)))
+    low, high = sorted((luminance(colour), luminance(other)))
     return (high + 0.05) / (low + 0.05)
 
 
@@ -332,10 +336,10 @@ def test_every_colour_stands_out_from_the_page(theme) -> None:
 
 
 def test_a_method_has_one_colour_and_no_two_labels_look_the_same() -> None:
-    found = looks([*available(), *(f"other-{n}" for n in range(12))])
-    assert len({(k.colour, str(k.dash), k.marker) for k in found.values()}) == len(found)
-    assert all(found[name].colour == place for name, place in FIXED.items() if name in found)
+    styles = looks([*available(), *(f"other-{n}" for n in range(12))])
+    assert len({(k.colour, str(k.dash), k.marker) for k in styles.values()}) == len(styles)
+    assert all(styles[name].colour == place for name, place in FIXED.items() if name in styles)
     few = looks(["local", "my-own"])
-    assert few["local"].colour == found["local"].colour
+    assert few["local"].colour == styles["local"].colour
     assert few["my-own"].colour not in FIXED.values()
     assert all(a != b for a, b in pairwise(look.colour for look in few.values()))

@@ -18,14 +18,17 @@ CLIENTS = ["diarist", "poet", "whaler"]
 APART = {client: [client] for client in CLIENTS}
 
 
-def side_of(config, base):
+def prepared(config):
+    base = counting_base(config)
     nothing = Tokens(torch.zeros(0, dtype=torch.int32), 0)
     participant = Participant("poet", ClientData(nothing, nothing, nothing), {"poet": nothing})
-    return config.method.client(client_context(config, base, participant, lambda *_: None))
+    side = config.method.client(client_context(config, base, participant, lambda *_: None))
+    side.adapter.attach(base.model)
+    return base, side
 
 
 def by_hand(T: int, d: int, V: int, layers: int, n: int, r: int) -> int:
-    """Two per multiplication and addition, of n averaged experts and attention's pairs, rank r."""
+    """Return the operations of a step with n averaged experts and attention pairs of rank r."""
     w = 4 * d
     # Attention: frozen c_attn and c_proj, their pairs, and the two products of a head.
     attention, pairs, heads = T * d * 4 * d, T * r * (d + 3 * d) + T * r * (d + d), 2 * T * T * d
@@ -44,12 +47,10 @@ def by_hand(T: int, d: int, V: int, layers: int, n: int, r: int) -> int:
 @pytest.mark.parametrize("rank", [2, 4])
 def test_a_step_is_what_a_count_by_hand_gives(config, rank) -> None:
     run = config(method={"name": "fedavg", "mlp": {"rank": rank}, "attention": {"rank": rank}})
-    base = counting_base(run)
-    side = side_of(run, base)
-    side.adapter.attach(base.model)
+    base, side = prepared(run)
     (level,) = side.training.levels
-    found = step_flops(base, side.adapter, level, window=16)
-    assert found == by_hand(16, 32, base.model.config.vocab_size, layers=2, n=2, r=rank)
+    counted = step_flops(base, side.adapter, level, window=16)
+    assert counted == by_hand(16, 32, base.model.config.vocab_size, layers=2, n=2, r=rank)
 
 
 def test_a_round_counts_every_clients_steps_and_the_routers_in_their_turn(config) -> None:
@@ -58,9 +59,7 @@ def test_a_round_counts_every_clients_steps_and_the_routers_in_their_turn(config
         training={"steps": 2, "batch": 5, "precision": "fp32"},
         rounds=5,
     )
-    base = counting_base(run)
-    side = side_of(run, base)
-    side.adapter.attach(base.model)
+    base, side = prepared(run)
     experts, routers = (step_flops(base, side.adapter, x, 16) for x in side.training.levels)
     cost = round_cost(run, base, APART)
     assert cost is not None

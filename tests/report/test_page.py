@@ -38,7 +38,7 @@ def runs(values, tmp_path_factory) -> Path:
 
 
 def opening(runs: Path) -> str:
-    """How the diarist's test text begins."""
+    """Return the beginning of the diarist's test text."""
     config = parse(RunFolder(runs / "fedavg").description["config"])
     words = coterie.tokenizer(runs / "fedavg")
     return str(words.decode(gathered(config, words).clients[0].data.test.ids[:12]))
@@ -64,8 +64,8 @@ def test_a_page_needs_nothing_but_itself(runs, tmp_path) -> None:
 
 def test_the_same_runs_give_the_same_page(runs, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(FIGURES, "builtin", {"traffic": lambda: Traffic})
-    one, other = (write_report([runs / "fedavg"], tmp_path / name) for name in "ab")
-    assert one.page.read_bytes() == other.page.read_bytes()
+    first, other = (write_report([runs / "fedavg"], tmp_path / name) for name in "ab")
+    assert first.page.read_bytes() == other.page.read_bytes()
 
 
 def test_a_page_lists_who_learns_with_whom(written, tmp_path, monkeypatch) -> None:
@@ -111,9 +111,9 @@ def test_a_model_reads_only_texts_in_its_own_tokens(values, other, tmp_path) -> 
     coterie.run(run, out=tmp_path / "run")
     (experiment,) = experiments([tmp_path / "run"])
     shown = [p for p in texts(coloured_texts(experiment, "first")) if isinstance(p, TextPicture)]
-    found = [one for picture in shown for row in picture.texts.values() for one in row.values()]
-    read = {(one.model_of, one.text_of): one for one in found}
-    assert len(read) == len(found)
+    all_read = [r for picture in shown for row in picture.texts.values() for r in row.values()]
+    read = {(each.model_of, each.text_of): each for each in all_read}
+    assert len(read) == len(all_read)
     assert read.keys() == {
         ("diarist", "diarist"), ("diarist", "whaler"), ("poet", "poet"),
         ("whaler", "diarist"), ("whaler", "whaler"),

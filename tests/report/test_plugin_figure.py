@@ -5,11 +5,10 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from looped import succeed
 
 import coterie
 from coterie import CoterieError, ReportFigure
-from coterie.cli import app
 from coterie.report.figures import FIGURES
 from coterie.report.page import write_report
 
@@ -23,9 +22,7 @@ def _only_plugins(monkeypatch) -> None:
 
 def test_a_report_has_the_figure_of_a_plugin(written, tmp_path) -> None:
     written("us/local", {"name": "local"}, perplexities=(11.0, 31.0))
-    command = ["report", str(tmp_path / "us"), "--out", str(tmp_path), "--plugin", str(EXAMPLE)]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
+    succeed("report", tmp_path / "us", "--out", tmp_path, "--plugin", EXAMPLE)
     assert (tmp_path / "figures" / "spread-light.svg").exists()
     assert "Best and worst client" in (tmp_path / "report.html").read_text(encoding="utf-8")
 

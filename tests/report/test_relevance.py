@@ -36,23 +36,24 @@ def run(values, tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_a_samples_relevance_is_that_of_its_mean_token_embedding(run: Path) -> None:
-    """Equations 17 to 20, with one sample as the embedding set."""
+    """Check equations 17 to 20, with one sample as the embedding set."""
     folder = RunFolder(run)
     config = parse(folder.description["config"])
     server, path = relevance._server(config, folder), "transformer.h.1.attn.c_attn"
     assert path in server.paths
     state, window = server_state(folder), config.data.window
     value = server.initial().restored(state)
-    for one in gathered(config, coterie.tokenizer(run)).clients:
-        samples = spaced_samples(one.data.train, window)
-        assert isinstance(one.data.train, Tokens)
-        pieces = one.data.train.ids[: len(samples.ids) * (window + 1)].view(-1, window + 1).long()
+    for client in gathered(config, coterie.tokenizer(run)).clients:
+        samples = spaced_samples(client.data.train, window)
+        text = client.data.train
+        assert isinstance(text, Tokens)
+        pieces = text.ids[: len(samples.ids) * (window + 1)].view(-1, window + 1).long()
         assert torch.equal(samples.ids, pieces)  # there are fewer than SAMPLES: all of them
-        base, side = relevance.Loader().side(folder, config, one.name)
+        base, side = relevance.Loader().side(folder, config, client.name)
         assert isinstance(side, FedAMoLEClient)
-        found = token_embeddings(base, side.adapter, samples, 2)[path]
+        embeddings = token_embeddings(base, side.adapter, samples, 2)[path]
         model, router = side.model(), side.state()["adapter"][f"projection/{path}"]
-        for piece, embedding in zip(pieces[:3], found[:3], strict=True):
+        for piece, embedding in zip(pieces[:3], embeddings[:3], strict=True):
             read: list[Any] = []
             module = model.get_submodule(path)
 
@@ -105,10 +106,10 @@ def test_the_caption_says_where_scikit_learn_is_missing(run, monkeypatch) -> Non
 def test_without_scikit_learn_points_are_principal_components(monkeypatch) -> None:
     monkeypatch.setattr(relevance, "_tsne", lambda: None)
     rows = np.random.default_rng(0).normal(size=(30, 5)) * [5, 3, 1, 0.1, 0.1]
-    found, name = relevance.reduce_to_plane({"ada": rows[:10], "ben": rows[10:]}, 0)
+    planes, name = relevance.reduce_to_plane({"ada": rows[:10], "ben": rows[10:]}, 0)
     assert name == relevance.NOT_INSTALLED
-    assert [len(points) for points in found.values()] == [10, 20]
-    points, centred = np.concatenate(list(found.values())), rows - rows.mean(0)
+    assert [len(points) for points in planes.values()] == [10, 20]
+    points, centred = np.concatenate(list(planes.values())), rows - rows.mean(0)
     sizes, axes = np.linalg.eigh(centred.T @ centred)
     for n, axis in enumerate(axes.T[np.argsort(-sizes)][:2]):
         assert abs(points[:, n]) == pytest.approx(abs(centred @ axis))

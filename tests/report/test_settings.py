@@ -1,4 +1,4 @@
-"""What is documented is what there is: the page of the run file's keys, and each method's."""
+"""The tables of the run file's keys and of each method's settings, in code and documentation."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,13 +25,13 @@ def test_the_page_documents_every_key_as_it_is() -> None:
 
 
 def test_every_key_has_a_meaning_and_sections_are_taken_apart() -> None:
-    found = {key: (default, meaning) for key, default, meaning in keys(RunFile)}
-    assert all(meaning for _, meaning in found.values())
-    assert found["training.batch"][0] == "64"
+    rows = {key: (default, meaning) for key, default, meaning in keys(RunFile)}
+    assert all(meaning for _, meaning in rows.values())
+    assert rows["training.batch"][0] == "64"
     adamw = "{name: adamw, betas: [0.9, 0.95], eps: 1.0e-08, weight_decay: 0.01}"
-    assert (found["training.optimiser"][0], found["clients[].name"][0]) == (adamw, "required")
-    assert found["method"][0] == "auto"
-    assert {"data.limits.train", "divide.by", "evaluation.every", "seed"} <= found.keys()
+    assert (rows["training.optimiser"][0], rows["clients[].name"][0]) == (adamw, "required")
+    assert rows["method"][0] == "auto"
+    assert {"data.limits.train", "divide.by", "evaluation.every", "seed"} <= rows.keys()
 
 
 @pytest.mark.parametrize("name", available())
@@ -65,7 +65,7 @@ def test_parts_are_explained_with_the_methods_own_defaults() -> None:
     assert next(iter(tables["comigs-1g1s"])) == "mlp"
 
 
-def test_it_is_said_what_can_be_left_out_and_what_can_differ_by_client() -> None:
+def test_a_table_marks_optional_and_client_specific_settings() -> None:
     for name in ("fedavg", "comigs-1g1s", "fedit"):
         rows = {row[0]: row[2] for row in method_table(name).rows}
         method = available()[name]

@@ -1,4 +1,4 @@
-"""Who learnt from whom: what sides recorded becomes one figure and its table."""
+"""The figure and the table of the samples that sides learnt from each other."""
 
 import numpy as np
 import pytest
@@ -13,8 +13,8 @@ FEDMKT = {"name": "fedmkt"}
 
 
 def lesson(after: int, samples: int, positions: float = 0.5, mass: float = 0.25, **by: int):
-    found = {"after": after, "loss": 1.0, "samples": samples, "positions": positions, "mass": mass}
-    return found | ({"by": by} if by else {})
+    values = {"loss": 1.0, "samples": samples, "positions": positions, "mass": mass}
+    return {"after": after, **values} | ({"by": by} if by else {})
 
 
 FIGURES = [
@@ -36,28 +36,28 @@ def mutual(written):
 
     def write(figures=FIGURES, method=FEDMKT, public=8):
         server = {"samples": {"train": public}} if public else None
-        (found,) = experiments([written("run", method, figures=figures, served=server)])
-        return found
+        (experiment,) = experiments([written("run", method, figures=figures, served=server)])
+        return experiment
 
     return write
 
 
 def heights(picture: Picture):
-    """Of both panels: bars' bottoms and tops by client, lines' points by client."""
+    """Return the bottoms and tops of bars, and the points of lines, by client."""
     bars, lines = picture.draw(Canvas(THEMES[0])).axes
     pieces = {
-        str(one.get_label()): [(bar.get_y(), bar.get_y() + bar.get_height()) for bar in one]
-        for one in bars.containers
+        str(group.get_label()): [(bar.get_y(), bar.get_y() + bar.get_height()) for bar in group]
+        for group in bars.containers
     }
     named = [line for line in lines.lines if not str(line.get_label()).startswith("_")]
-    return pieces, {str(one.get_label()): np.asarray(one.get_xydata()).tolist() for one in named}
+    return pieces, {str(line.get_label()): np.asarray(line.get_xydata()).tolist() for line in named}
 
 
 def test_rounds_are_those_whose_predictions_were_learnt(mutual) -> None:
-    one = lessons(mutual().all[0])
-    assert (one.clients, one.public, one.rounds) == (["anna", "ben"], 8, [1, 2])
-    assert {r: found["samples"] for r, found in one.server.items()} == {1: 5, 2: 1}
-    learnt = {c: {r: s["samples"] for r, s in found.items()} for c, found in one.learnt.items()}
+    taught = lessons(mutual().all[0])
+    assert (taught.clients, taught.public, taught.rounds) == (["anna", "ben"], 8, [1, 2])
+    assert {r: rounds["samples"] for r, rounds in taught.server.items()} == {1: 5, 2: 1}
+    learnt = {c: {r: s["samples"] for r, s in v.items()} for c, v in taught.learnt.items()}
     assert learnt == {"anna": {1: 4, 2: 6}, "ben": {1: 0, 2: 7}}  # the later of anna's first
 
 
@@ -82,9 +82,9 @@ def test_the_table_has_the_quality_of_what_came_over(mutual) -> None:
     ]
 
 
-@pytest.mark.parametrize(("whose", "panels"), [("server", 1), ("clients", 1), ("both", 2)])
-def test_a_side_that_recorded_nothing_has_no_panel(whose, panels, mutual) -> None:
-    wanted = {"server": (True,), "clients": (False,), "both": (True, False)}[whose]
+@pytest.mark.parametrize(("sides", "panels"), [("server", 1), ("clients", 1), ("both", 2)])
+def test_a_side_that_recorded_nothing_has_no_panel(sides, panels, mutual) -> None:
+    wanted = {"server": (True,), "clients": (False,), "both": (True, False)}[sides]
     figures = [figure for figure in FIGURES if (figure[1] is None) in wanted]
     picture = drawn(Teaching().pictures(mutual(figures, public=None)))
     assert len(picture.draw(Canvas(THEMES[0])).axes) == panels
