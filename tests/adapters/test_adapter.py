@@ -22,7 +22,7 @@ def roles(adapter: Adapter) -> dict[str, str]:
 
 
 def test_shapes(base: PreTrainedModel) -> None:
-    """Names and roles are in test_parameters.py."""
+    # Names and roles are in test_parameters.py.
     adapter = adapter_of(base, layout=Layout(1, 2, rank=5, attention_rank=3))
     parameters, gpt2 = adapter.tensors(), base.config.model_type == "gpt2"
     up = "transformer.h.0.mlp.c_fc" if gpt2 else "model.layers.0.mlp.gate_proj"
@@ -39,18 +39,18 @@ def test_shapes(base: PreTrainedModel) -> None:
 
 def test_first_values(base: PreTrainedModel) -> None:
     ada, bob = adapter_of(base, "ada"), adapter_of(base, "bob")
-    for name, mine in ada.tensors().items():
+    for name, tensor in ada.tensors().items():
         other = bob.tensors()[name]
         if name.endswith(".B"):
-            assert not mine.any()
+            assert not tensor.any()
         elif roles(ada)[name] in ("generalist", "dense"):
-            assert torch.equal(mine, other)
+            assert torch.equal(tensor, other)
         else:
-            assert not torch.equal(mine, other)
+            assert not torch.equal(tensor, other)
         if name.endswith(".A"):
-            bound = mine.shape[1] ** -0.5  # Kaiming uniform with a = sqrt 5
-            assert 0.5 * bound < mine.abs().max().item() <= bound
-        assert torch.equal(mine, adapter_of(base, "ada").tensors()[name])
+            bound = tensor.shape[1] ** -0.5  # Kaiming uniform with a = sqrt 5
+            assert 0.5 * bound < tensor.abs().max().item() <= bound
+        assert torch.equal(tensor, adapter_of(base, "ada").tensors()[name])
     routers = torch.cat([p.flatten() for p in ada.tensors(of_roles("router")).values()])
     assert 0.01 < routers.std().item() < 0.03
 

@@ -70,7 +70,7 @@ def test_a_mixtures_pairs_have_masks_of_their_own(
     base.requires_grad_(False)
     x, dy = torch.randn(2, 15, 12, dtype=torch.float64, generator=chance()).unbind()
     x.requires_grad_()
-    mine = {n: p for n, p in adapter.tensors().items() if path in n}
+    parameters = {n: p for n, p in adapter.tensors().items() if path in n}
     adapter.attach(base)
     mixture = base.get_submodule(path)
     assert isinstance(mixture, Mixture)
@@ -79,11 +79,11 @@ def test_a_mixtures_pairs_have_masks_of_their_own(
     shape = mlp_shape(mlp)
     assert shape is not None
     assert len(masks) == len(shape.up) * layout.experts + 1
-    got = torch.autograd.grad(y, [x, *mine.values()], dy)
-    wanted = naive_mixture.naive_mixture(mlp, layout, path, mine, x, masks)
+    got = torch.autograd.grad(y, [x, *parameters.values()], dy)
+    wanted = naive_mixture.naive_mixture(mlp, layout, path, parameters, x, masks)
     torch.testing.assert_close(y, wanted, rtol=0, atol=1e-9)
-    expected = torch.autograd.grad(wanted, [x, *mine.values()], dy)
-    for name, a, b in zip(["x", *mine], got, expected, strict=True):
+    expected = torch.autograd.grad(wanted, [x, *parameters.values()], dy)
+    for name, a, b in zip(["x", *parameters], got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
 
@@ -122,7 +122,7 @@ def test_amoles_experts_have_masks_of_their_own_and_the_router_none(
 def test_nothing_drops_out_but_in_training(
     base: PreTrainedModel, ids: Tensor, layout: Any, masks: list[Tensor]
 ) -> None:
-    """And there the chance that is given says what, not torch's own."""
+    # In training, the given generator decides, not torch's own.
     filled(base, layout).attach(base)
     plain = base(ids).logits
     assert not masks

@@ -18,7 +18,7 @@ from coterie.adapters import (
 
 
 def attached(base, **layout: Any) -> Adapter:
-    """An adapter with three experts, unless its layout says otherwise."""
+    """Attach an adapter with three experts, unless the layout has another number."""
     numbers: dict[str, Any] = {"generalists": 1, "specialists": 2}
     whole = Layout(**numbers | layout)
     adapter = Adapter(base, whole, seed=0, client="a", common=lambda _: False)
@@ -52,7 +52,7 @@ def test_without_a_router_there_is_none(base) -> None:
 
 
 def test_role_weights_are_the_sums_of_the_experts_weights(base) -> None:
-    """With top-2 of three experts, unchosen experts count as 0."""
+    # With top-2 of three experts, the weight of the third is 0.
     adapter = attached(base, top_k=2)
     for parameter in adapter.parameters().values():
         if parameter.role == "router":

@@ -16,7 +16,7 @@ from coterie.errors import CoterieError
 
 
 def filled(base: nn.Module, layout: Layout) -> Adapter:
-    """An adapter whose B are not zero, and whose routers are not nearly uniform."""
+    """Return an adapter whose B are not zero, and whose routers are not nearly uniform."""
     adapter = Adapter(base, layout, seed=3, client="ada", common=lambda _: False)
     fill(adapter.tensors(), 0.3, 5)
     adapter.require_grad(of_roles("dense", "generalist", "specialist", "router"))
@@ -43,16 +43,16 @@ def test_output_and_every_gradient_equal_the_naive_mixture(
             parameter.normal_(std=0.3, generator=chance)
     x = torch.randn(3, 5, 12, dtype=torch.float64, generator=chance).requires_grad_()
     dy = torch.randn(3, 5, 12, dtype=torch.float64, generator=chance)
-    mine = {n: p for n, p in adapter.tensors().items() if path in n}
-    y = naive_mixture(base_mlp, layout, path, mine, x)
-    wanted = [x, *mine.values()]
+    parameters = {n: p for n, p in adapter.tensors().items() if path in n}
+    y = naive_mixture(base_mlp, layout, path, parameters, x)
+    wanted = [x, *parameters.values()]
     expected = torch.autograd.grad(y, wanted, dy)
     adapter.attach(base)
     mixture = base.get_submodule(path)
     assert isinstance(mixture, Mixture)
     torch.testing.assert_close(mixture(x), y, rtol=0, atol=1e-9)
     got = torch.autograd.grad(mixture(x), wanted, dy)
-    for name, a, b in zip(["x", *mine], got, expected, strict=True):
+    for name, a, b in zip(["x", *parameters], got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
 
@@ -60,7 +60,7 @@ def test_output_and_every_gradient_equal_the_naive_mixture(
 def test_gradients_do_not_depend_on_what_else_is_trained(
     base: PreTrainedModel, ids: Tensor, role: str
 ) -> None:
-    """Experts' steps and routers' steps skip parts of the hand-written gradient."""
+    # Steps of experts and steps of routers skip parts of the explicit gradient.
     adapter = attached(base, Layout(2, 2, rank=3))
     base(ids, labels=ids).loss.backward()
     everything = {n: p.grad for n, p in adapter.tensors().items()}
@@ -91,7 +91,7 @@ def test_every_activation_is_the_bases_own(base: PreTrainedModel, ids: Tensor, a
 
 
 def routed_with(logits: Tensor, top_k: int, base: PreTrainedModel) -> Mixture:
-    """A mixture whose last forward pass had these router logits: (tokens, experts)."""
+    """Return a mixture whose last forward pass had these router logits, (tokens, experts)."""
     layout = Layout(1, logits.shape[1] - 1, top_k=top_k)
     adapter = Adapter(base, layout, seed=0, client="ada", common=lambda _: False)
     adapter.attach(base)
@@ -129,7 +129,7 @@ def test_load_balance_equals_its_formula(base: PreTrainedModel) -> None:
 def test_load_balance_is_one_at_its_optimum(
     base: PreTrainedModel, form: str, counts: list[int]
 ) -> None:
-    """Tokens that each choose one expert with certainty, so that f and P are both the shares."""
+    # Each token chooses one expert with certainty, so that f and P are both the shares.
     chosen = torch.cat([torch.full((2 * c,), j) for j, c in enumerate(counts)])
     logits = 60.0 * torch.nn.functional.one_hot(chosen, 4).double()
     loss = routed_with(logits, 1, base).load_balance(form)  # pyright: ignore[reportArgumentType]
@@ -203,9 +203,9 @@ def test_padding_is_in_no_figure_of_the_routing(
     real[:, -4:] = False
     with real_tokens(real):
         base(ids[:1])
-    found = {**adapter.routing(), "balance": adapter.load_balance("uniform").detach()}
+    figures = {**adapter.routing(), "balance": adapter.load_balance("uniform").detach()}
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value)
+        torch.testing.assert_close(figures[name], value)
     assert all(torch.equal(first_experts(base)[path], chosen) for path, chosen in first.items())
     base(ids[:1])  # without the mask the padding would count
     assert not all(torch.allclose(adapter.routing()[path], expected[path]) for path in first)
@@ -215,7 +215,7 @@ def test_padding_is_in_no_figure_of_the_routing(
 def test_of_the_wide_part_only_the_frozen_products_are_kept(
     base: PreTrainedModel, ids: Tensor, layout: Layout
 ) -> None:
-    """Whatever the number of experts: a long window's activations are mostly these."""
+    # These make up most of the activations of a long window, however many experts there are.
     attached(base, layout)
     shapes: list[tuple[int, ...]] = []
 

@@ -49,8 +49,11 @@ def adapter_of(base: nn.Module, **layout: Any) -> Adapter:
 
 
 def expected(base: PreTrainedModel, frozen: str = "") -> dict[str, tuple[Any, ...]]:
-    """By name: role, factor, expert, layer, place and start of one generalist, two specialists,
-    a router, and the pairs on attention; `frozen` stands before the names of A."""
+    """Return role, factor, expert, layer, place and start of each parameter, by name.
+
+    The parameters are one generalist, two specialists, a router, and the pairs on attention.
+    `frozen` precedes the names of A.
+    """
     parts: dict[str, tuple[Any, ...]] = {}
     kind = base.config.model_type
     for layer, (end, place) in product(range(2), PLACES[kind].items()):

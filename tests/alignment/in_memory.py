@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 
 
 def sentencepiece(texts: Iterable[str], size: int, *special: str) -> Tokenizer:
-    """As Llama's: a space is put before the text, and what is unknown is spelt in bytes."""
+    """Train a tokenizer like Llama's: a space precedes the text; unknown text becomes bytes."""
     raw = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     spaces = decoders.Replace("▁", " ")
@@ -18,7 +18,7 @@ def sentencepiece(texts: Iterable[str], size: int, *special: str) -> Tokenizer:
 
 
 def edits(a: Sequence[object], b: Sequence[object]) -> int:
-    """Levenshtein's distance by its recurrence."""
+    """Compute Levenshtein's distance by its recurrence."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, start=1):
         above, row[0] = row[0], i

@@ -29,7 +29,7 @@ def byte_level() -> Tokenizer:
 
 
 def llama() -> Tokenizer:
-    """SentencePiece's style: U+2581 for spaces, and 256 tokens for bytes."""
+    """Return a tokenizer in SentencePiece's style: U+2581 for spaces, and 256 byte tokens."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "t", "h", "e", "▁t", "▁th", "▁the", "he", "A", "ï"]
     merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("h", "e")]
@@ -51,8 +51,8 @@ def test_a_texts_tokens_spell_the_text(make) -> None:
     tokens = Vocabulary.of(tokenizer).tokens
     assert len(tokens) == tokenizer.get_vocab_size()
     for text in (*TEXT, WILD, "", " ", "<0x0A", "ÃÂ"):
-        found = [tokens[i] for i in tokenizer.encode(text).ids]
-        assert b"".join(token for token in found if token is not None) == text.encode()
+        spelt = [tokens[i] for i in tokenizer.encode(text).ids]
+        assert b"".join(token for token in spelt if token is not None) == text.encode()
 
 
 def test_the_embedded_base_spells_any_bytes() -> None:
@@ -64,8 +64,8 @@ def test_the_embedded_base_spells_any_bytes() -> None:
     assert vocabulary.tokens[vocabulary.roles["eos"]] is None
     chance = random.Random(0)
     text = "".join(chr(chance.choice([32, 65, 0x0A, 0xE9, 0x6771, 0x1F989])) for _ in range(300))
-    found = [vocabulary.tokens[i] for i in tokenizer.encode(text)]
-    assert b"".join(token for token in found if token is not None) == text.encode()
+    spelt = [vocabulary.tokens[i] for i in tokenizer.encode(text)]
+    assert b"".join(token for token in spelt if token is not None) == text.encode()
 
 
 def test_special_tokens_have_no_bytes_and_added_words_their_own() -> None:

@@ -38,7 +38,7 @@ UNBOUNDED = AggregationSpec(largest_change=None, largest_norm=None, largest_weig
 def exchange_of(
     schema: Schema, *transforms: Transform, rules: AggregationSpec = UNBOUNDED, exchanges: int = 4
 ) -> Exchange:
-    """The uploads of a run without clients."""
+    """Return an exchange of a run without clients."""
     weighted = rules.weights == "tokens" and bool(schema.averaged)
     pipeline = Pipeline(transforms, schema, exchanges, weighted=weighted)
     return Exchange(Path(gettempdir()), pipeline, schema, rules, strict=True)
@@ -80,7 +80,7 @@ class Ends:
 
 
 def turn_of(number: int) -> Turn:
-    """The turn of an exchange without other phases."""
+    """Return the turn of an exchange without other phases."""
     return Turn(number, number, number)
 
 

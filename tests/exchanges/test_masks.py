@@ -67,7 +67,7 @@ def test_invalid_answers_are_refused(masked) -> None:
 
 
 def test_a_repeated_exchange_has_new_masks(masked) -> None:
-    """With the masks of the first attempt, the difference of the uploads would be visible."""
+    # With the masks of the first attempt, the difference of the uploads would be visible.
     states = {name: client.state() for name, client in masked.clients.items()}
     attempts: list[torch.Tensor] = []
     updates = adapter(1), adapter(2)
@@ -81,7 +81,7 @@ def test_a_repeated_exchange_has_new_masks(masked) -> None:
 
 
 def test_no_server_gets_two_uploads_with_the_same_masks(masked) -> None:
-    """A hostile server repeats its nonce, or leaves peers out; the client may have been undone."""
+    # A hostile server repeats its nonce, or leaves peers out; the client may have been restored.
     client, states = masked.clients["c0"], masked.clients["c0"].state()
     masked.down(1, adapter(0))
     download = masked.server.download("c0", adapter(0))
@@ -97,7 +97,7 @@ def test_no_server_gets_two_uploads_with_the_same_masks(masked) -> None:
 
 
 def test_no_client_reveals_the_masks_of_a_single_upload(masked) -> None:
-    """A hostile server asks for a client's own mask, and for those that it shares with all."""
+    # A hostile server asks for a client's own mask, and for those that it shares with all.
     client, turn = masked.clients["c0"], replace(turn_of(2), phase="unmask")
     masked.down(1, adapter(0))
     client.send(adapter(1), turn_of(1))

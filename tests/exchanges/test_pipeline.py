@@ -95,15 +95,15 @@ def test_noise_is_what_the_budget_asks_for_and_the_ledger_counts_it() -> None:
         return Message(0, {"adapter": {"A": torch.full((size,), value)}})
 
     ends.down(0, filled(0.0))
-    one, again = (a(client.send(filled(3.0), turn_of(0))) for _ in range(2))
-    assert torch.equal(one, again)  # the same release, told once
+    release, again = (a(client.send(filled(3.0), turn_of(0))) for _ in range(2))
+    assert torch.equal(release, again)  # the same release, told once
     noise = noise_for(2.0, 4, 1e-5)
     assert list(client.ledger.runs[""].values()) == [noise]
-    drawn = one - 0.5 / size**0.5
+    drawn = release - 0.5 / size**0.5
     assert drawn.std().item() == pytest.approx(2 * 0.5 * noise, rel=0.05)
     other = a(client.send(filled(-3.0), turn_of(0)))
     assert len(client.ledger.runs[""]) == 2
-    assert not torch.allclose(other, one - 1 / size**0.5)
+    assert not torch.allclose(other, release - 1 / size**0.5)
     # The budget is spent: nothing of these is in what is sent.
     *_, last = (client.send(filled(1e4 * (i + 1)), turn_of(1)) for i in range(4))
     assert len(client.ledger.runs[""]) == 4
@@ -166,7 +166,7 @@ def throw(error: Exception, *_: Any) -> None:
 
 
 def everything(transform: Transform) -> None:
-    """Every hook of a transform, in an exchange of one client."""
+    """Call every hook of a transform, in an exchange of one client."""
     pipeline = Pipeline([transform], SCHEMA, 1)
     server = ServerTransforms(pipeline, Store(Path(gettempdir())))
     client = ClientTransforms(pipeline, "c0", Ledger())
@@ -242,20 +242,20 @@ def test_a_download_of_another_shape_is_refused_before_it_is_sent() -> None:
 
 
 def test_an_exchange_that_begins_again_finds_what_the_last_one_left() -> None:
-    """Uploads that have come already are decoded again; nobody is sent anything for it."""
+    # Uploads that have arrived are decoded again; no client receives a request for this.
     ends, once = int8(2), int8(2)
     for exchange in range(3):
         before, after = adapter(exchange), adapter(10 + exchange)
-        found = []
+        decoded = []
         for either in (ends, once):
             either.down(exchange, before)
             sent = either.wire("up", either.clients["c0"].send(after, turn_of(exchange)))
             if either is ends:
                 either.server.upload("c0", sent, before)
                 either.server.begin(turn_of(exchange), either.clients)
-            found.append(a(either.server.upload("c0", sent, before)))
+            decoded.append(a(either.server.upload("c0", sent, before)))
             either.server.commit(["c0"])
-        assert torch.equal(*found)
+        assert torch.equal(*decoded)
 
 
 def test_a_dtype_that_is_not_declared_is_not_sent() -> None:

@@ -46,8 +46,7 @@ def start(request: pytest.FixtureRequest, bases: Path, config) -> Start:
 
 
 def play(run: LocalRun, round: int) -> dict[str, Message]:
-    """A round, but for its end, in which local training moves every parameter, personal ones too,
-    by chance."""
+    """Execute a round without its end, in which random numbers are added to all parameters."""
     run.open(run.config.turn(round), sorted(run.clients))
     uploads = {}
     for seed, name in enumerate(sorted(run.clients)):
@@ -59,7 +58,7 @@ def play(run: LocalRun, round: int) -> dict[str, Message]:
 
 
 def pairs(client: AdapterClient) -> dict[str, tuple[str, str]]:
-    """The names of A and B of each pair, by what they have in common."""
+    """Return the names of A and B of each pair, by the pair's name."""
     return {a.name[:-2]: (a.name, b.name) for a, b in pairs_of(client.parameters())}
 
 
@@ -71,15 +70,15 @@ def move(client: AdapterClient, seed: int) -> None:
 
 
 def dense_means(run: LocalRun, held: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The mean over clients of each pair's whole update, by pair; `held` is what came before."""
-    found: dict[str, list[Tensor]] = {}
+    """Return each pair's mean update over clients, by pair; `held` contains earlier updates."""
+    all_updates: dict[str, list[Tensor]] = {}
     for client in run.clients.values():
         assert isinstance(client, AdapterClient)
         for pair, names in pairs(client).items():
             if client.shared.keys() >= {*names}:
                 A, B = (client.shared[name].detach().double() for name in names)
-                found.setdefault(pair, []).append(B @ A + held.get(pair, 0))
-    return {pair: torch.stack(updates).mean(0) for pair, updates in found.items()}
+                all_updates.setdefault(pair, []).append(B @ A + held.get(pair, 0))
+    return {pair: torch.stack(updates).mean(0) for pair, updates in all_updates.items()}
 
 
 class Experts(nn.Module):
@@ -94,7 +93,7 @@ class Experts(nn.Module):
 
 
 def naive(client: AdapterClient, base: Base, means: dict[str, Tensor], ids: Tensor) -> Tensor:
-    """Logits of the base with shared pairs replaced by dense updates, one full MLP per expert."""
+    """Compute logits with dense updates instead of shared pairs, and one full MLP per expert."""
     adapter: Any = client.adapter
     detach(base.model)
     parameters = {name: tensor.detach() for name, tensor in adapter.tensors().items()}

@@ -47,7 +47,7 @@ def test_routing_follows_the_slots_of_each_token() -> None:
 
 
 def naive(distances: np.ndarray, most: int) -> list[int]:
-    """Cluster by merging the two nearest clusters until there are k, for every k."""
+    """Merge the two nearest clusters until there are k, for every k; return the best labels."""
     n, best = len(distances), (-2.0, [0] * len(distances))
     for k in range(2, min(most, n - 1) + 1):
         groups = [[i] for i in range(n)]

@@ -46,7 +46,7 @@ def sides(run: coterie.RunConfig) -> Sides:
 
 
 def knowing(download: Message, **changes: Tensor) -> Message:
-    """The same download with other knowledge."""
+    """Return a download with other knowledge."""
     return replace(
         download, groups={**download.groups, "knowledge": {**download["knowledge"], **changes}}
     )
@@ -56,18 +56,18 @@ def values_of(side: FedMKTServer | FedMKTClient) -> dict[str, Tensor]:
     return copied(side.adapter.tensors())
 
 
-def test_the_server_learns_of_each_sample_from_the_client_that_knows_it_best(teachers) -> None:
+def test_the_server_learns_each_sample_from_the_client_with_least_loss(teachers) -> None:
     both = sides(teachers())
     server, clients = both.server, both.clients
     own = server.distiller.knowledge()
     uploads = both.a_round()
     names = sorted(clients)
-    told = {name: Knowledge.of(upload["knowledge"]) for name, upload in uploads.items()}
+    offers = {name: Knowledge.of(upload["knowledge"]) for name, upload in uploads.items()}
     for place, key in enumerate(server.distiller.positions.samples.tolist()):
-        mine = own.losses[own.samples == key].item()
-        losses = [told[name].losses[told[name].samples == key].item() for name in names]
+        own_loss = own.losses[own.samples == key].item()
+        losses = [offers[name].losses[offers[name].samples == key].item() for name in names]
         best = min(range(len(names)), key=lambda n: losses[n])
-        wanted = best if losses[best] < mine else -1
+        wanted = best if losses[best] < own_loss else -1
         assert server.distiller.teachers[place] == wanted
     assert (server.distiller.teachers >= 0).any()
 
@@ -123,9 +123,9 @@ def test_no_prediction_of_a_private_sample_travels(teachers, questions, tmp_path
     shared = torch.isin(both.clients["poet"].distiller.positions.samples, torch.cat(keys))
     assert shared.any()
     assert f"poet has {int(shared.sum())} of the public samples in its own data" in caplog.text
-    told = uploads["poet"]["knowledge"]["samples"]
-    assert not torch.isin(told, torch.cat(keys)).any()
-    assert len(told) == int((~shared).sum())
+    sent = uploads["poet"]["knowledge"]["samples"]
+    assert not torch.isin(sent, torch.cat(keys)).any()
+    assert len(sent) == int((~shared).sum())
     assert len(uploads["diarist"]["knowledge"]["samples"]) == len(shared)
 
 
@@ -144,7 +144,8 @@ def test_llm2slm_s_server_teaches_and_stays_as_it_is(teachers) -> None:
 def test_in_the_homogeneous_setting_clients_learn_and_then_their_adapters_are_averaged(
     teachers,
 ) -> None:
-    """A round has two exchanges: predictions, after training; then adapters, after distilling."""
+    # A round has two exchanges: one of predictions after training, and one of adapters after
+    # distillation.
     both = sides(teachers(method={"name": "fedmkt-fedavg"}))
     trained, learnt = {}, {}
     assert {name for u in both.a_round().values() for name in u.groups} == {"knowledge"}
@@ -157,9 +158,9 @@ def test_in_the_homogeneous_setting_clients_learn_and_then_their_adapters_are_av
         assert not equal(learnt[name], trained[name])
         assert equal(learnt[name], upload["adapter"])
         assert upload.groups.keys() == {"adapter"}
-    told = down(both.run, "poet")
-    assert told.groups.keys() == {"adapter"}
-    assert close_to(told["adapter"], mean_of(learnt.values()))
+    download = down(both.run, "poet")
+    assert download.groups.keys() == {"adapter"}
+    assert close_to(download["adapter"], mean_of(learnt.values()))
 
 
 def test_clients_train_once_a_round_however_many_exchanges_it_has(teachers, monkeypatch) -> None:
@@ -173,7 +174,7 @@ def test_clients_train_once_a_round_however_many_exchanges_it_has(teachers, monk
 
 
 def test_labels_alone_take_nothing_from_others(teachers) -> None:
-    """With lambda 1 what others know makes no difference."""
+    # If lambda is 1, other sides' knowledge makes no difference.
     both = sides(teachers(method={"name": "fedmkt", "task_weight": 1}))
     both.a_round()
     poet = both.clients["poet"]
@@ -227,7 +228,7 @@ AVERAGED, PLAIN = {"name": "fedmkt-fedavg"}, {"template": "{{ instruction }}"}
     ],
 )
 def test_what_is_missing_is_said(teachers, changes, wanted, other, tmp_path) -> None:
-    """OTHER stands for a base, and NOWHERE for a folder that does not exist."""
+    # OTHER stands for a base, and NOWHERE for a folder that does not exist.
     paths = {"OTHER": other, "NOWHERE": str(tmp_path / "NOWHERE")}
     bases = {name: paths[base] for name, base in changes.get("bases", {}).items()}
     with pytest.raises(CoterieError, match=wanted):
@@ -238,13 +239,13 @@ def test_everybody_has_pairs_of_one_rank_on_a_base_of_its_own(teachers) -> None:
     both = sides(teachers(method={"name": "fedmkt", "attention": {"rank": 3}}))
     for side in (both.server, *both.clients.values()):
         assert isinstance(side.adapter, Adapter)
-        found = pairs_of(side.adapter.parameters())
-        assert {(len(a.tensor), b.tensor.shape[1]) for a, b in found} == {(3, 3)}
+        pairs = pairs_of(side.adapter.parameters())
+        assert {(len(a.tensor), b.tensor.shape[1]) for a, b in pairs} == {(3, 3)}
         assert {part.role for part in side.adapter.parameters().values()} == {"dense"}
 
 
 def test_tokens_that_the_model_has_no_row_for_are_not_learnt(teachers) -> None:
-    """Fine-tunes often add a token to the tokenizer and not to the head."""
+    # Some fine-tuned models have a tokenizer with more tokens than the head.
     both = sides(teachers())
     both.a_round()
     download = both.run.message("poet")
@@ -312,7 +313,7 @@ def test_what_is_no_vocabulary_is_refused(tensors, roles) -> None:
 
 
 def test_predictions_are_bounded_by_their_norm(teachers) -> None:
-    """An empty reference would make them a change."""
+    # An empty reference would make predictions a change of parameters.
     run = joined(teachers(method={"name": "fedmkt-fedavg"}))
     groups = ({"knowledge"}, {"adapter"})  # of the two exchanges of a round
     for turn, uploaded in enumerate(groups):

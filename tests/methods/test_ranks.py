@@ -57,7 +57,7 @@ def gain(client: str) -> float:
 
 
 def upload(run: LocalRun, client: str, seed: int) -> Message:
-    """Random values of the right shapes, attention's and experts' apart."""
+    """Return an upload of random values with the shapes that a client sends."""
     chance = torch.Generator().manual_seed(seed)
     shapes = run.clients[client].hello().values["shapes"]
     groups: dict[str, dict[str, Tensor]] = {"adapter": {}, "experts": {}}
@@ -68,13 +68,13 @@ def upload(run: LocalRun, client: str, seed: int) -> Message:
 
 
 def update(client: str, tensors: Tensors, pair: str, form: str = "paper") -> np.ndarray:
-    """The dense `g B A` in float64; as released with CoMiGS, g is alpha / r."""
+    """Return the dense `g B A` in float64; in the form released with CoMiGS, g is alpha / r."""
     B, A = (tensors[f"{pair}.{which}"].double().numpy() for which in "BA")
     return (gain(client) if form == "paper" else 16 / RANKS[client]) * B @ A
 
 
 def one_round(run: LocalRun, clients: list[str]) -> dict[str, Message]:
-    """The clients' random uploads, aggregated."""
+    """Aggregate random uploads of some clients, and return the uploads."""
     run.open(run.config.turn(0), clients)
     uploads = {name: upload(run, name, seed) for seed, name in enumerate(clients)}
     close(run, 0, uploads)
@@ -188,7 +188,7 @@ def test_hetlora_as_released_weighs_a_and_b_apart_by_their_own_norms(start: Star
 
 
 def tails(client: Any, gamma: float) -> dict[str, float]:
-    """The products of the norms of A's and B's tails, which begin at floor(gamma * rank)."""
+    """Return the product of the norms of A's and B's tails, which begin at floor(gamma * rank)."""
     products = {}
     for a, b in client.pairs.items():
         A, B = client.shared[a].detach(), client.shared[b].detach()

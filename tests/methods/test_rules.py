@@ -1,4 +1,4 @@
-"""How uploads become one is written once: other reductions and weights, with every method."""
+"""Other reductions and weights of uploads, with every method."""
 
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -42,12 +42,12 @@ class Middle(Median):
 
 
 def held(local: LocalRun) -> dict[str, Tensor]:
-    """The shared parameters of the server, by name."""
+    """Return the shared parameters of the server, by name."""
     return local.value.adapter
 
 
 def sent(uploads: dict[str, Message], run: RunConfig) -> dict[str, dict[str, Tensor]]:
-    """By client, what the server's side gets no more than a mean of."""
+    """Return the averaged tensors of each client's upload."""
     mean = run.method.schema().reduced("mean") & {"adapter"}
     return {c: {n: t for g in mean for n, t in u[g].items()} for c, u in uploads.items()}
 
@@ -73,7 +73,7 @@ def test_another_reduction_needs_no_change_to_any_method(run: RunConfig, tmp_pat
 
 
 def weighed(run: RunConfig) -> LocalRun:
-    """Sides whose clients have TOKENS to train on, if it is text, and count by them."""
+    """Return a run that weighs by tokens, and whose clients have TOKENS training tokens."""
     spec = type(run.aggregation)(weights="tokens")
     run = run.model_copy(update={"aggregation": spec})
     clients = [
@@ -124,15 +124,15 @@ def test_nobody_claims_more_tokens_than_when_joining(config) -> None:
 def test_all_clients_count_alike_unless_the_run_says_otherwise(config, tmp_path) -> None:
     run = config(method="fedavg", rounds=1)
     assert run.aggregation.weights == "uniform"
-    said = config(method="fedavg", rounds=1, aggregation={"weights": "uniform"})
+    explicit = config(method="fedavg", rounds=1, aggregation={"weights": "uniform"})
     local = joined(run)
     assert "tokens" not in local.clients["poet"].hello().values
     uploads = one_round(local, 0)
     assert not any(upload.values for upload in uploads.values())
     assert close_to(held(local), mean_of(sent(uploads, run).values()), atol=1e-8)
     folders = [
-        RunFolder(coterie.run(one, out=tmp_path / name).path)
-        for name, one in (("default", run), ("said", said))
+        RunFolder(coterie.run(values, out=tmp_path / name).path)
+        for name, values in (("default", run), ("said", explicit))
     ]
     loop.assert_same_states(*folders)
 

@@ -29,7 +29,7 @@ from coterie.turn import Turn
 NOISE = noise_for(8.0, 10, 1e-5)
 
 
-def test_a_run_makes_as_many_releases_as_it_said_and_repeats_them_for_nothing() -> None:
+def test_a_run_makes_the_stated_releases_and_repeats_them_for_nothing() -> None:
     ledger = Ledger()
     assert [ledger.spend(str(n), NOISE, 10) for n in range(12)] == [True] * 10 + [False] * 2
     assert ledger.spend("3", NOISE, 10)
@@ -96,11 +96,11 @@ def test_a_ledger_that_cannot_be_read_is_not_begun_anew(content, tmp_path: Path)
 
 
 def test_two_processes_share_a_ledger(tmp_path: Path) -> None:
-    """Each knows what the other has spent since it looked."""
+    # Each process reads what the other one has spent.
     path, limit = tmp_path / "privacy.json", Budget(8.0, 1e-5)
-    one, other = Ledger(path, "one", limit), Ledger(path, "other", limit)
-    told = [ledger.spend(str(n), NOISE, 10) for n in range(10) for ledger in (one, other)]
-    assert sum(told) == 10
+    first, other = Ledger(path, "one", limit), Ledger(path, "other", limit)
+    accepted = [ledger.spend(str(n), NOISE, 10) for n in range(10) for ledger in (first, other)]
+    assert sum(accepted) == 10
     assert Ledger(path).spent(1e-5) == pytest.approx(8.0)
 
 
@@ -117,14 +117,14 @@ def test_a_budget_that_says_nothing_is_refused(asked, values) -> None:
         parse(values(method={"name": "fedamole", "embeddings": embeddings}))
 
 
-def test_without_a_limit_of_its_own_a_run_file_s_budget_is_for_all_runs(
+def test_without_a_limit_a_run_file_s_budget_is_for_all_runs(
     private, tmp_path, monkeypatch
 ) -> None:
-    """A server that begins the run again under another number gets nothing more."""
+    # A server that begins the run again under another number receives nothing more.
     path = tmp_path / "us.yaml"
-    told = {**private.as_dict(), "clients": [{"name": c.name} for c in private.clients]}
-    told["data"] = {**told["data"], "public": None}
-    path.write_text(yaml.safe_dump(told))
+    visible = {**private.as_dict(), "clients": [{"name": c.name} for c in private.clients]}
+    visible["data"] = {**visible["data"], "public": None}
+    path.write_text(yaml.safe_dump(visible))
     agreed, limit = deploy_cli.terms_of(path, "poet", None)
     assert limit is not None
     assert (limit.epsilon, limit.delta) == (8.0, 1e-5)
@@ -141,7 +141,7 @@ def test_without_a_limit_of_its_own_a_run_file_s_budget_is_for_all_runs(
 
 
 def test_masks_hide_one_upload_in_a_run_and_cost_nothing(tmp_path: Path) -> None:
-    """The record outlives the process and the round, and belongs to one run."""
+    # The record outlives the process and the round, and belongs to one run.
     path = tmp_path / "privacy.json"
     assert Ledger(path, "run").spend("noise", NOISE, 1)
     spent = Ledger(path).spent(1e-5)
@@ -171,18 +171,20 @@ def private(config) -> RunConfig:
 
 
 def join(run: RunConfig) -> bytes:
-    told = run.visible_to("poet")
-    return seal(Order(run=RUN, client="poet", kind="join", turn=0, protocol=PROTOCOL, config=told))
+    visible = run.visible_to("poet")
+    return seal(
+        Order(run=RUN, client="poet", kind="join", turn=0, protocol=PROTOCOL, config=visible)
+    )
 
 
 def test_a_round_opened_25_times_spends_no_more_than_was_promised(
     private, tmp_path, monkeypatch
 ) -> None:
-    """With other experts every time, undone every time, and by a new process every fifth time."""
-    told: list[bool] = []
+    # Each attempt has other experts and is undone; every fifth one is in a new process.
+    accepted: list[bool] = []
 
     def seen(*arguments: Any) -> torch.Tensor:
-        told.append(True)
+        accepted.append(True)
         return private_mean(*arguments)
 
     monkeypatch.setattr(fedamole, "private_mean", seen)
@@ -204,14 +206,14 @@ def test_a_round_opened_25_times_spends_no_more_than_was_promised(
         assert reply.fault is None
         uploads.append(schema.receive("up", body))
     worker.close()
-    assert len(told) == private.rounds
+    assert len(accepted) == private.rounds
     assert ledger_of(place, RUN).spent(1e-5) == pytest.approx(8.0)
     noise = [torch.cat([t.flatten() for t in u["tokens"].values()]) for u in uploads]
     assert all(float(t.std()) > 0.01 for t in noise)
     assert len({tuple(t.tolist()) for t in noise}) == len(noise)
 
 
-def test_a_run_that_is_not_disturbed_spends_its_budget_and_sends_what_it_did(
+def test_an_undisturbed_run_spends_its_budget_and_sends_equal_uploads(
     private, tmp_path, monkeypatch
 ) -> None:
     def never(*_: object, **__: object) -> torch.Tensor:

@@ -68,14 +68,14 @@ def test_a_client_s_state_holds_them_where_it_has_noise_to_draw(private) -> None
 
 @pytest.mark.slow
 def test_noise_is_of_the_secret_and_not_of_the_run_s_seed(private, monkeypatch) -> None:
-    def told(secret: int, run: coterie.RunConfig) -> torch.Tensor:
+    def sums(secret: int, run: coterie.RunConfig) -> torch.Tensor:
         monkeypatch.setattr(secrets, "draw", lambda: bytes([secret] * KEY_BYTES))
         tokens = one_round(joined(run), 0)["poet"]["tokens"]
         return torch.cat([tokens[path] for path in sorted(tokens)])
 
     run = private()
-    assert torch.equal(told(1, run), told(1, run))
-    assert not torch.equal(told(1, run), told(2, run))
+    assert torch.equal(sums(1, run), sums(1, run))
+    assert not torch.equal(sums(1, run), sums(2, run))
 
 
 def test_no_message_and_no_server_s_state_holds_one(private) -> None:
@@ -95,7 +95,7 @@ def test_no_message_and_no_server_s_state_holds_one(private) -> None:
 
 
 def killed(run: coterie.RunConfig, path: Path) -> RunFolder:
-    """The folder of a run that was stopped after its first round."""
+    """Return the folder of a run that was stopped after its first round."""
     with pytest.raises(KeyboardInterrupt):
         coterie.run(run, out=path, callbacks=[Stop()])
     folder = RunFolder(path)
@@ -115,10 +115,8 @@ def test_with_a_fixed_source_a_resumed_run_ends_in_the_same_bits(
 
 
 @pytest.mark.slow
-def test_the_round_that_was_cut_off_is_done_with_the_secret_that_it_had(
-    private, monkeypatch, tmp_path
-) -> None:
-    """With the real source: by hand from the checkpoint, and by the run that goes on from it."""
+def test_an_interrupted_round_is_repeated_with_its_secret(private, monkeypatch, tmp_path) -> None:
+    # The secret has its real source. The round is repeated from a checkpoint and by a resumed run.
     run = private()
     cut = killed(run, tmp_path / "cut")
     by_hand = []
@@ -144,8 +142,8 @@ def test_the_round_that_was_cut_off_is_done_with_the_secret_that_it_had(
 
 
 def test_two_runs_have_other_noise(private) -> None:
-    one, other = (one_round(joined(private()), 0)["poet"] for _ in range(2))
-    for path, mean in one["tokens"].items():
-        assert not torch.equal(mean, other["tokens"][path])
-    for name, tensor in one["adapter"].items():  # of what has none, nothing changes
-        assert torch.equal(tensor, other["adapter"][name])
+    first, second = (one_round(joined(private()), 0)["poet"] for _ in range(2))
+    for path, mean in first["tokens"].items():
+        assert not torch.equal(mean, second["tokens"][path])
+    for name, tensor in first["adapter"].items():  # of what has none, nothing changes
+        assert torch.equal(tensor, second["adapter"][name])

@@ -36,7 +36,7 @@ def run(request, config, values, tmp_path):
 
 
 def trained_naively(client: AdapterClient) -> dict[str, torch.Tensor]:
-    """All parameters get gradients in every pass, and each optimiser clears its own alone."""
+    """Train with gradients of all parameters; each optimiser clears only its own."""
     training, adapter = client.training, client.adapter
     model: PreTrainedModel = client.model()
     levels = {level.name: level for level in training.levels}
@@ -82,7 +82,7 @@ def test_an_optimiser_clears_its_own_gradients_alone(run) -> None:
 
 
 def test_what_is_left_goes_with_the_state(run) -> None:
-    """A round after a restored state has the same bits as the round that went on."""
+    # A round after a restored state has the same bits as the round of an uninterrupted run.
     client = run.clients["poet"]
     training, tensors = client.training, client.adapter.tensors()
     for round in range(2):  # step 3, the first of round 1, is a phase; step 4 clears what it left

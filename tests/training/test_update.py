@@ -51,7 +51,7 @@ class Weights:
         return copied(self.all)
 
 
-def updater(weights: Weights, *roles: str, **training: Any) -> Updater:
+def updater_of(weights: Weights, *roles: str, **training: Any) -> Updater:
     base = SimpleNamespace(precision="fp32", device=torch.device("cpu"))
     spec = TrainingSpec(precision="fp32", **training)
     context = SimpleNamespace(name="poet", base=base, training=spec)
@@ -60,7 +60,7 @@ def updater(weights: Weights, *roles: str, **training: Any) -> Updater:
 
 
 def loss_of(parameters: dict[str, nn.Parameter], step: int) -> Tensor:
-    """Of a linear model on a batch of its own at every step."""
+    """Return the loss of a linear model on the batch of a step."""
     chance = torch.Generator().manual_seed(step)
     x, y = torch.randn(8, 4, generator=chance), torch.randn(8, 3, generator=chance)
     predicted = torch.stack([(x @ p).tanh() for p in parameters.values()]).sum(0)
@@ -71,9 +71,11 @@ def rate(step: int) -> float:
     return 0.05 / (1 + step)
 
 
-def work(one: Updater, weights: Weights, steps: range, penalty: Any = None) -> list[float]:
+def work(updater: Updater, weights: Weights, steps: range, penalty: Any = None) -> list[float]:
     return [
-        one.update(lambda s=s: loss_of(weights.all, s), rate(s), penalty, where=f"at step {s + 1}")
+        updater.update(
+            lambda s=s: loss_of(weights.all, s), rate(s), penalty, where=f"at step {s + 1}"
+        )
         for s in steps
     ]
 
@@ -81,41 +83,41 @@ def work(one: Updater, weights: Weights, steps: range, penalty: Any = None) -> l
 @pytest.mark.parametrize("most", [None, 0.05, 1e6])
 @pytest.mark.parametrize("penalised", [False, True])
 def test_updates_are_torch_s_adamw_on_the_same_loss(most: float | None, penalised: bool) -> None:
-    """A loop as in torch's documentation, with the norm of the gradient cut by hand."""
+    # The loop is that of torch's documentation, with an explicit scaling of the gradient's norm.
 
     def term(weights: Weights) -> Callable[[], Tensor] | None:
         return (lambda: 0.3 * weights.all["b"].pow(4).sum()) if penalised else None
 
-    mine, theirs = Weights(), Weights()
-    one = updater(mine, max_grad_norm=most)
-    adamw = torch.optim.AdamW(theirs.all.values(), betas=(0.9, 0.95), weight_decay=0.01)
-    found, expected = work(one, mine, range(6), term(mine)), []
+    own, others = Weights(), Weights()
+    updater = updater_of(own, max_grad_norm=most)
+    adamw = torch.optim.AdamW(others.all.values(), betas=(0.9, 0.95), weight_decay=0.01)
+    losses, expected = work(updater, own, range(6), term(own)), []
     for step in range(6):
         adamw.param_groups[0]["lr"] = rate(step)
         adamw.zero_grad()
-        loss, extra = loss_of(theirs.all, step), term(theirs)
+        loss, extra = loss_of(others.all, step), term(others)
         (loss + extra() if extra else loss).backward()
-        grads = [p.grad for p in theirs.all.values() if p.grad is not None]
+        grads = [p.grad for p in others.all.values() if p.grad is not None]
         norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads))
         if most is not None and norm > most:
             for grad in grads:
                 grad.mul_(most / norm)
         adamw.step()
         expected.append(loss.item())
-    assert found == pytest.approx(expected, rel=1e-5)  # without the penalty
-    for name, parameter in mine.all.items():
-        torch.testing.assert_close(parameter, theirs.all[name], rtol=1e-5, atol=1e-6)
+    assert losses == pytest.approx(expected, rel=1e-5)  # without the penalty
+    for name, parameter in own.all.items():
+        torch.testing.assert_close(parameter, others.all[name], rtol=1e-5, atol=1e-6)
         assert parameter.grad is None
 
 
 def test_a_longer_gradient_is_scaled_to_the_largest_norm() -> None:
-    """One step of plain descent at rate 1 moves by the gradient itself."""
+    # A step of SGD at rate 1 moves the weights by the gradient itself.
     moves = {}
     for most in (None, 0.25, 100.0):
         weights = Weights()
         before = weights.values()
-        one = updater(weights, optimiser=OptimiserSpec(name="sgd"), max_grad_norm=most)
-        one.update(lambda w=weights: loss_of(w.all, 0) * 10, 1.0, where="at step 1")
+        updater = updater_of(weights, optimiser=OptimiserSpec(name="sgd"), max_grad_norm=most)
+        updater.update(lambda w=weights: loss_of(w.all, 0) * 10, 1.0, where="at step 1")
         moves[most] = torch.stack([p.detach() - before[n] for n, p in weights.all.items()])
     assert moves[None].norm() > 0.25
     assert torch.equal(moves[None], moves[100.0])
@@ -125,27 +127,26 @@ def test_a_longer_gradient_is_scaled_to_the_largest_norm() -> None:
 def test_only_the_roles_are_updated() -> None:
     weights = Weights()
     before = weights.values()
-    work(updater(weights, "router"), weights, range(3))
+    work(updater_of(weights, "router"), weights, range(3))
     moved = {name for name, p in weights.all.items() if not torch.equal(p, before[name])}
     assert moved == {"c"}
     assert all(p.grad is None for p in weights.all.values())
-    assert updater(weights, "router").parameters.keys() == {"c"}
+    assert updater_of(weights, "router").parameters.keys() == {"c"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_moments_come_back_through_their_bytes(kind: str) -> None:
-    """Bit for bit, in a new process, over other moments, and after having begun afresh."""
     spec = OptimiserSpec.model_validate(KINDS[kind])
     weights = Weights()
-    one = updater(weights, optimiser=spec)
-    work(one, weights, range(3))
-    values, data = weights.values(), one.state().encode()
-    losses = work(one, weights, range(3, 6))
-    after, moments = weights.values(), one.state().encode()
+    updater = updater_of(weights, optimiser=spec)
+    work(updater, weights, range(3))
+    values, data = weights.values(), updater.state().encode()
+    losses = work(updater, weights, range(3, 6))
+    after, moments = weights.values(), updater.state().encode()
 
     other = Weights()
-    fresh = updater(other, optimiser=spec)
-    for late, its in ((fresh, other), (one, weights)):
+    fresh = updater_of(other, optimiser=spec)
+    for late, its in ((fresh, other), (updater, weights)):
         copy(values, its.all)
         late.restore(State.decode(data))
         assert late.state().encode() == data
@@ -159,56 +160,56 @@ def test_moments_come_back_through_their_bytes(kind: str) -> None:
 def test_what_has_no_moments_starts_afresh(kind: str, way: str) -> None:
     spec = OptimiserSpec.model_validate(KINDS[kind])
     weights, other = Weights(), Weights()
-    one, fresh = updater(weights, optimiser=spec), updater(other, optimiser=spec)
+    updater, fresh = updater_of(weights, optimiser=spec), updater_of(other, optimiser=spec)
     beginning = fresh.state().encode()
-    work(one, weights, range(3))
+    work(updater, weights, range(3))
     if way == "reset":
-        one.reset()
+        updater.reset()
     else:
-        one.restore(State())
-    assert one.state().encode() == beginning
+        updater.restore(State())
+    assert updater.state().encode() == beginning
     copy(other.all, weights.all)
-    assert work(one, weights, range(3)) == work(fresh, other, range(3))
+    assert work(updater, weights, range(3)) == work(fresh, other, range(3))
     assert equal(weights.values(), other.values())
 
 
 def test_a_state_is_a_copy_grouped_by_kind() -> None:
-    """A restored state is written over the moments that are there."""
+    # Restored moments overwrite the existing ones.
     weights = Weights()
-    one = updater(weights)
-    assert one.state() == State()
-    work(one, weights, range(2))
-    state = one.state()
+    updater = updater_of(weights)
+    assert updater.state() == State()
+    work(updater, weights, range(2))
+    state = updater.state()
     assert state.groups.keys() == {"step", "exp_avg", "exp_avg_sq"}
     assert all(group.keys() == weights.all.keys() for group in state.groups.values())
     assert {step.item() for step in state["step"].values()} == {2}
     before = copied(state["exp_avg"])
-    places = {n: one.optimiser.state[p]["exp_avg"].data_ptr() for n, p in weights.all.items()}
+    places = {n: updater.optimiser.state[p]["exp_avg"].data_ptr() for n, p in weights.all.items()}
     for _ in range(2):
-        work(one, weights, range(2, 4))
+        work(updater, weights, range(2, 4))
         assert equal(state["exp_avg"], before)
-        one.restore(state)
-        moments = {n: one.optimiser.state[p]["exp_avg"] for n, p in weights.all.items()}
+        updater.restore(state)
+        moments = {n: updater.optimiser.state[p]["exp_avg"] for n, p in weights.all.items()}
         assert equal(moments, before)
         assert {n: tensor.data_ptr() for n, tensor in moments.items()} == places
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None])
 def test_a_loss_that_is_not_finite_is_a_sentence_and_changes_nothing(value: float | None) -> None:
-    """None is a loss in two pieces, of which the later one is not finite."""
+    # None is a loss in two pieces, of which the later one is not finite.
     weights = Weights()
-    one = updater(weights)
-    work(one, weights, range(2))
-    before, state = weights.values(), one.state().encode()
+    updater = updater_of(weights)
+    work(updater, weights, range(2))
+    before, state = weights.values(), updater.state().encode()
     parts = [Piece(lambda s=s: loss_of(weights.all, s) / (1 - s), 1) for s in (0, 1)]
     loss: Any = parts if value is None else lambda: loss_of(weights.all, 2) * value
     with pytest.raises(CoterieError) as error:
-        one.update(loss, 0.1, where="at step 3")
+        updater.update(loss, 0.1, where="at step 3")
     assert str(error.value) == (
         "The loss of 'poet' is not finite at step 3; a lower training.learning_rate may help."
     )
     assert equal(weights.values(), before)
-    assert one.state().encode() == state
+    assert updater.state().encode() == state
     assert all(p.grad is None for p in weights.all.values())
 
 
@@ -226,30 +227,30 @@ def test_too_little_memory_is_a_sentence_and_changes_nothing(
     micro_batch: int | None, quantised: bool, stores: bool, helps: str
 ) -> None:
     weights = Weights()
-    one = updater(weights, micro_batch=micro_batch, store_activations=stores)
+    updater = updater_of(weights, micro_batch=micro_batch, store_activations=stores)
     config = SimpleNamespace(**({"quantization_config": {}} if quantised else {}))
-    one.context.window = 16  # pyright: ignore
-    one.context.base.model = SimpleNamespace(config=config)  # pyright: ignore
+    updater.context.window = 16  # pyright: ignore
+    updater.context.base.model = SimpleNamespace(config=config)  # pyright: ignore
 
     def full() -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     pieces = [Piece(lambda: loss_of(weights.all, 2), 1), Piece(full, 1)]
     with pytest.raises(CoterieError) as error:
-        one.update(pieces, 0.1, where="at step 3")
+        updater.update(pieces, 0.1, where="at step 3")
     assert str(error.value) == f"The GPU has too little memory for a training step; set {helps}."
     assert all(parameter.grad is None for parameter in weights.all.values())
 
 
 def test_pieces_weigh_by_their_tokens_and_the_penalty_counts_once() -> None:
-    """One step of plain descent at rate 1 moves by the gradient itself."""
+    # A step of SGD at rate 1 moves the weights by the gradient itself.
 
     def moved(loss: Any) -> dict[str, Tensor]:
         weights = Weights()
         before = weights.values()
-        one = updater(weights, optimiser=OptimiserSpec(name="sgd"))
+        updater = updater_of(weights, optimiser=OptimiserSpec(name="sgd"))
         penalty = lambda: 0.3 * weights.all["b"].pow(4).sum()  # noqa: E731
-        value = one.update(loss(weights), 1.0, penalty, where="at step 1")
+        value = updater.update(loss(weights), 1.0, penalty, where="at step 1")
         assert value == pytest.approx((3 * first + 5 * second) / 8)
         return {n: p.detach() - before[n] for n, p in weights.all.items()}
 
@@ -263,16 +264,18 @@ def test_pieces_weigh_by_their_tokens_and_the_penalty_counts_once() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_moments_go_where_their_parameters_are(kind: str) -> None:
-    """The meta device stands for a GPU; what is loaded is on the CPU."""
+    # The meta device stands for a GPU; the loaded state is on the CPU.
     spec = OptimiserSpec.model_validate(KINDS[kind])
-    weights, there = Weights(), Weights()
-    one = updater(weights, optimiser=spec)
-    work(one, weights, range(2))
-    there.all = {n: nn.Parameter(torch.empty(4, 3, device="meta")) for n in weights.all}
-    other = updater(there, optimiser=spec)
-    other.restore(one.state())
-    states = [other.optimiser.state[parameter] for parameter in there.all.values()]
-    assert [len(s) for s in states] == [len(one.optimiser.state[p]) for p in weights.all.values()]
+    weights, moved = Weights(), Weights()
+    updater = updater_of(weights, optimiser=spec)
+    work(updater, weights, range(2))
+    moved.all = {n: nn.Parameter(torch.empty(4, 3, device="meta")) for n in weights.all}
+    other = updater_of(moved, optimiser=spec)
+    other.restore(updater.state())
+    states = [other.optimiser.state[parameter] for parameter in moved.all.values()]
+    assert [len(s) for s in states] == [
+        len(updater.optimiser.state[p]) for p in weights.all.values()
+    ]
     for state in states:
         wrong = {k for k, t in state.items() if t.device.type != ("cpu" if k == "step" else "meta")}
         assert not wrong
