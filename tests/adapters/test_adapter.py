@@ -100,9 +100,7 @@ def test_only_the_roles_asked_for_are_trained(base: PreTrainedModel, ids: Tensor
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(2, 2)], ids=["two", "four, top 2"])
-def test_generation_with_cache_equals_without(
-    base: PreTrainedModel, ids: Tensor, layout: Layout
-) -> None:
+def test_a_cache_changes_no_text(base: PreTrainedModel, ids: Tensor, layout: Layout) -> None:
     adapter = adapter_of(base, layout=layout)
     fill(adapter.tensors(), 0.3, 0)
     adapter.attach(base)

@@ -30,9 +30,7 @@ def attached(base: PreTrainedModel, layout: Layout) -> Adapter:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_output_and_every_gradient_equal_the_naive_mixture(
-    base: PreTrainedModel, layout: Layout
-) -> None:
+def test_output_and_gradients_equal_naive_ones(base: PreTrainedModel, layout: Layout) -> None:
     adapter = filled(base, layout)
     path = next(name for name, _ in base.named_modules() if name.endswith("1.mlp"))
     base_mlp = base.get_submodule(path)
@@ -57,9 +55,7 @@ def test_output_and_every_gradient_equal_the_naive_mixture(
 
 
 @pytest.mark.parametrize("role", ["generalist", "router"])
-def test_gradients_do_not_depend_on_what_else_is_trained(
-    base: PreTrainedModel, ids: Tensor, role: str
-) -> None:
+def test_gradients_depend_on_no_other_role(base: PreTrainedModel, ids: Tensor, role: str) -> None:
     # Steps of experts and steps of routers skip parts of the explicit gradient.
     adapter = attached(base, Layout(2, 2, rank=3))
     base(ids, labels=ids).loss.backward()
@@ -126,9 +122,7 @@ def test_load_balance_equals_its_formula(base: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("form", "counts"), [("uniform", [1, 1, 1, 1]), ("generalist", [3, 1, 1, 1])]
 )
-def test_load_balance_is_one_at_its_optimum(
-    base: PreTrainedModel, form: str, counts: list[int]
-) -> None:
+def test_the_best_load_balance_is_one(base: PreTrainedModel, form: str, counts: list[int]) -> None:
     # Each token chooses one expert with certainty, so that f and P are both the shares.
     chosen = torch.cat([torch.full((2 * c,), j) for j, c in enumerate(counts)])
     logits = 60.0 * torch.nn.functional.one_hot(chosen, 4).double()
@@ -146,9 +140,7 @@ def test_load_balance_of_two_experts_is_constant(base: PreTrainedModel, ids: Ten
         assert not loss.requires_grad
 
 
-def test_load_balance_is_the_mean_over_layers_and_trains_routers(
-    base: PreTrainedModel, ids: Tensor
-) -> None:
+def test_load_balance_is_a_mean_and_trains_routers(base: PreTrainedModel, ids: Tensor) -> None:
     adapter = attached(base, Layout(1, 3))
     base(ids)
     assert adapter.balances
@@ -191,9 +183,7 @@ def test_under_autocast_near_float32(base: PreTrainedModel, ids: Tensor, layout:
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(2, 2)], ids=["two", "four, top 2"])
-def test_padding_is_in_no_figure_of_the_routing(
-    base: PreTrainedModel, ids: Tensor, layout: Layout
-) -> None:
+def test_routing_figures_omit_padding(base: PreTrainedModel, ids: Tensor, layout: Layout) -> None:
     adapter = attached(base, layout)
     short = ids[:1, :-4]
     base(short)

@@ -79,9 +79,7 @@ def described(parts: dict[str, Parameter]) -> dict[str, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("frozen", ["", "frozen/"])
-def test_experts_routers_and_attention_say_what_they_are(
-    base: PreTrainedModel, frozen: str
-) -> None:
+def test_parts_of_mixtures_have_these_roles(base: PreTrainedModel, frozen: str) -> None:
     adapter = adapter_of(base, freeze_A=bool(frozen))
     parts = adapter.parameters()
     assert described(parts) == expected(base, frozen)
@@ -118,9 +116,7 @@ def test_pairs_are_each_a_with_its_own_b(base: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("router", ["token", "vanilla"])
-def test_amole_s_parts_are_by_expert_and_views_of_its_stacks(
-    base: PreTrainedModel, router: Any
-) -> None:
+def test_amole_s_parts_are_views_of_its_stacks(base: PreTrainedModel, router: Any) -> None:
     layout = AmoleLayout(experts=9, rank=3, router=router)
     places = {"c_attn": "attention.qkv", "q_proj": "attention.q", "v_proj": "attention.v"}
     held = dict.fromkeys(chosen_linears(base, layout.targets), (1, 4))

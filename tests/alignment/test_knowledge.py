@@ -49,9 +49,8 @@ BOTH = [(a, b) for a in TOKENIZERS for b in TOKENIZERS]
 def encoded(name: str, items: list[Instruction]) -> Examples:
     tokenizer = TOKENIZERS[name]
     encoder, end = bare_encoder(tokenizer)
-    return examples(
-        items, Encoding(encoder, (context_token(tokenizer), end), 80, None, "The public text")
-    )
+    ends = context_token(tokenizer), end
+    return examples(items, Encoding(encoder, ends, 80, None, "The public text"))
 
 
 def positions(name: str, items: list[Instruction]) -> Positions:

@@ -51,9 +51,8 @@ def wordpiece() -> Tokenizer:
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=90, special_tokens=["[UNK]"], show_progress=False
-    )
+    special = ["[UNK]"]
+    trainer = trainers.WordPieceTrainer(90, special_tokens=special, show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
 
@@ -99,9 +98,7 @@ def covered(offsets: list[tuple[int, int]]) -> list[int]:
 
 def pairs(student: list[int], teacher: list[int]) -> list[int]:
     """Find for each position the teacher's position with the same end, by trying all."""
-    return [
-        next((j for j, end in enumerate(teacher) if own == end != WITHIN), -1) for own in student
-    ]
+    return [next((j for j, t in enumerate(teacher) if s == t != WITHIN), -1) for s in student]
 
 
 def compare(text: str) -> None:

@@ -1,7 +1,6 @@
 """Each family's tokens as bytes, from tokenizers in memory."""
 
 import random
-from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -21,9 +20,8 @@ def byte_level() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer: Any = BpeTrainer(
-        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"]
-    )
+    special = ["<|endoftext|>"]
+    trainer = BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=special)
     tokenizer.train_from_iterator(TEXT, trainer)
     return tokenizer
 
@@ -34,13 +32,11 @@ def llama() -> Tokenizer:
     pieces += ["▁", "t", "h", "e", "▁t", "▁th", "▁the", "he", "A", "ï"]
     merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("h", "e")]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>")
-    )
+    model = models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>")
+    tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(parts)
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     return tokenizer
 
@@ -90,9 +86,8 @@ def test_byte_tokens_count_only_for_bytes_without_a_token_of_their_own() -> None
 
 
 def test_metaspace_decoders_without_byte_tokens() -> None:
-    tokenizer = Tokenizer(
-        models.Unigram([("<unk>", 0.0), ("▁a", -1.0), ("<0x0A>", -2.0)], unk_id=0)
-    )
+    scores = [("<unk>", 0.0), ("▁a", -1.0), ("<0x0A>", -2.0)]
+    tokenizer = Tokenizer(models.Unigram(scores, unk_id=0))
     tokenizer.decoder = decoders.Metaspace()
     assert Vocabulary.of(tokenizer).tokens == (b"<unk>", b" a", b"<0x0A>")
 

@@ -61,9 +61,7 @@ class Ends:
         self.server.begin(turn, self.clients if clients is None else clients)
         return turn
 
-    def down(
-        self, number: int, message: Message, phase: str = TRAIN, clients: Any = None
-    ) -> dict[str, Message]:
+    def down(self, number: int, message: Message, phase: str = TRAIN, clients: Any = None) -> Any:
         turn = self.begin(number, phase, clients)
         return {
             name: client.receive(self.wire("down", self.server.download(name, message)), turn)

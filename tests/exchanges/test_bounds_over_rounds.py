@@ -36,9 +36,7 @@ def take(running: Exchange, number: int, sizes: Mapping[str, float], count: int 
     return set(running.refused)
 
 
-def exchange(
-    running: Exchange, number: int, sizes: Mapping[str, float], count: int = 64
-) -> set[str]:
+def exchange(running: Exchange, number: int, sizes: dict[str, float], count: int = 64) -> set[str]:
     """Take changes as `take` does, and end the exchange."""
     refused = take(running, number, sizes, count)
     running.transforms.commit(running.counted)

@@ -101,9 +101,7 @@ def test_a_repeated_aggregation_ends_in_the_state_of_one(method, started) -> Non
         ("fedlease", 1),  # after its first exchange, no client is without a cluster
     ],
 )
-def test_a_server_reads_each_upload_as_often_as_its_algorithm_needs(
-    method, reads, config, monkeypatch
-) -> None:
+def test_a_server_reads_uploads_as_often_as_needed(method, reads, config, monkeypatch) -> None:
     local = joined(config(method=METHODS[method], training=FAST, rounds=2))
     one_round(local, 0)
     names, counts = sorted(local.clients), Counter[str]()

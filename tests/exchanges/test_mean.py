@@ -76,8 +76,7 @@ def flat(groups: Groups) -> dict[tuple[str, str], Tensor]:
 
 
 HELD = st.dictionaries(
-    st.sampled_from("gh"),
-    st.dictionaries(st.sampled_from("xyz"), st.just((2, 3)), max_size=3),
+    st.sampled_from("gh"), st.dictionaries(st.sampled_from("xyz"), st.just((2, 3)), max_size=3)
 )
 
 

@@ -214,9 +214,10 @@ def test_a_hook_that_returns_something_else_is_one_sentence(hook, result, why) -
         everything(Wrong(hook=hook, result=result))
 
 
-@pytest.mark.parametrize(
-    "hook", ["bounded", "declare", "figures", "join", "measure", "refuse", "weight"]
-)
+FORMER = ["bounded", "declare", "figures", "join", "measure", "refuse", "weight"]
+
+
+@pytest.mark.parametrize("hook", FORMER)
 def test_a_hook_that_is_no_longer_called_is_refused(hook: str) -> None:
     why = f"Mine defines `{hook}`, which Coterie does not call.* define `reduce`; see docs/use/tr"
     for kind in (Transform, Reduction):

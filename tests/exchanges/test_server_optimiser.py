@@ -171,9 +171,7 @@ def test_control_variates_stay_a_plain_mean(config) -> None:
     assert close_to(sides.value.control, change, atol=1e-8)
 
 
-def test_a_resumed_run_and_a_deployment_with_a_repeated_round_step_once(
-    config, tmp_path, monkeypatch
-) -> None:
+def test_resumed_and_repeated_rounds_step_once(config, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
     run = run_with(config, rounds=3, deployment={"quorum": 3, "deadline": 60})
     whole = RunFolder(coterie.run(run, out=tmp_path / "whole").path)

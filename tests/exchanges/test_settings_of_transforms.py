@@ -1,6 +1,6 @@
 """Settings of aggregation are what acts: each one is changed, and something else comes out."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any, get_args
 
@@ -72,9 +72,7 @@ def outcome(rules: AggregationSpec, *transforms: Transform) -> Groups:
     return mean
 
 
-def exchanged(
-    exchange: Exchange, number: int, uploads: Mapping[str, Message], before: Groups
-) -> Groups:
+def exchanged(exchange: Exchange, number: int, uploads: Any, before: Groups) -> Groups:
     """Return the server's result of an exchange."""
     exchange.open(Turn(number, number, number), uploads)
     exchange.begin()

@@ -34,6 +34,7 @@ def naive(
     rows = []
     method, size = distiller.settings, len(distiller.context.base.tokenizer)
     same = list(range(size))
+    mapped = same if ids is None else ids.tolist()
 
     def prediction(by: Knowledge, sample: int, place: int, ids: list[int]) -> Tensor:
         position = counterpart(distiller, sample, int(distiller.positions.ends[place]), by)
@@ -53,9 +54,7 @@ def naive(
             if teacher == NO_TEACHER:
                 rows.append(own_target)
                 continue
-            wanted = prediction(
-                offers[teacher], sample, place, same if ids is None else ids.tolist()
-            )
+            wanted = prediction(offers[teacher], sample, place, mapped)
             if method.own == "mean":
                 a, b = math.exp(-loss), math.exp(-distiller.best_losses[sample].item())
                 wanted = (a * own_target + b * wanted) / (a + b)

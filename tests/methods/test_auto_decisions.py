@@ -106,9 +106,7 @@ STARTS: dict[str, tuple[Any, str, bool]] = {
 
 @pytest.mark.parametrize("every", [2, 3])
 @pytest.mark.parametrize(("start", "better", "twice"), STARTS.values(), ids=STARTS)
-def test_a_client_keeps_the_training_whose_loss_is_clearly_lower(
-    start, better, twice, every, config
-) -> None:
+def test_the_training_with_the_lower_loss_is_kept(start, better, twice, every, config) -> None:
     # A client trains twice if the mean is worse before training. If `every` is 3, the mean lacks
     # an expert.
     client, download = before_decision(config, *start, every=every)

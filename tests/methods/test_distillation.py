@@ -59,9 +59,7 @@ def distiller_of(
     """Return a distiller whose adapter is not zero."""
     samples = encoded(base, items)
     data = ClientData(samples, samples, samples)
-    context = ClientContext(
-        "ada", 3, base, data, 60, training, 2, lambda name, value: None, samples
-    )
+    context = ClientContext("ada", 3, base, data, 60, training, 2, lambda *_: None, samples)
     values: dict[str, Any] = {"attention": {"rank": 4}, "logits": TOP}
     chosen = FedMKT.model_validate(values | method)
     adapter = chosen.adapter(base.model, 0, "ada")
@@ -268,14 +266,11 @@ def test_a_loss_that_is_not_finite_stops_the_distillation(poisoned) -> None:
     ("task", "temperature", "own"),
     [(1.0, 1, "labels"), *product([0.3], [1, 2], ["labels", "none"]), (0.0, 1, "none")],
 )
-def test_distillation_is_plain_training_on_both_losses(
-    base, make, task, temperature, own, clip
-) -> None:
+def test_distillation_is_training_on_both_losses(base, make, task, temperature, own, clip) -> None:
     # As published (own: none), the teachers' loss is a mean over the samples that are taught, also
     # if a batch is computed in pieces.
-    training = TRAINING.model_copy(
-        update={"max_grad_norm": clip, "micro_batch": 1 if own == "none" else None}
-    )
+    limits = {"max_grad_norm": clip, "micro_batch": 1 if own == "none" else None}
+    training = TRAINING.model_copy(update=limits)
     settings = {"task_weight": task, "temperature": temperature, "own": own}
     distiller = make(training=training, epochs=2, **settings)
     distiller.begin(made_up(base, 0, [2.0] * 5))
@@ -295,9 +290,7 @@ def test_distillation_is_plain_training_on_both_losses(
             batch = other.samples.batch(chosen)
             loss = language_model_loss(model, *batch)
             if task < 1:
-                rows = [
-                    n for sample in chosen for n in range(*distiller.positions.starts[sample:][:2])
-                ]
+                rows = [n for s in chosen for n in range(*distiller.positions.starts[s:][:2])]
                 logits = model(batch.ids[:, :-1]).logits[batch.counted]
                 logprobs = (logits / temperature).log_softmax(-1)
                 taught = -(wanted[rows] * logprobs).sum(-1)

@@ -12,9 +12,7 @@ from coterie.testing.loop import assert_equal
 from coterie.testing.rounds import down, joined
 
 NAMES = ("diarist", "poet", "whaler")
-SETTINGS: dict[str, dict[str, Any]] = {
-    "grouped": {"groups": dict.fromkeys(NAMES, "all")},
-}
+SETTINGS: dict[str, dict[str, Any]] = {"grouped": {"groups": dict.fromkeys(NAMES, "all")}}
 LIMITED = ["fedavg", "comigs-1g1s", "ditto", "grouped", "fedsa", "fedprompt"]
 REFUSED = ["hetlora", "flexlora", "fedamole", "cobo", "pcl-1", "pcl-2", "pcl-3", "pcl-uniform"]
 

@@ -141,9 +141,8 @@ def test_the_released_form_draws_each_clients_a_apart(config, form) -> None:
 
 
 def test_uniform_trust_as_released_is_federated_averaging_after_a_warm_up(config) -> None:
-    local = joined(
-        config(method={"name": "pcl-uniform", "form": "released", "warmup": 2, "every": 1})
-    )
+    method = {"name": "pcl-uniform", "form": "released", "warmup": 2, "every": 1}
+    local = joined(config(method=method))
     assert not any(upload.groups for upload in one_round(local, 0).values())
     one_round(local, 1)
     uploads = one_round(local, 2)

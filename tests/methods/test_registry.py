@@ -39,9 +39,7 @@ def test_every_method_of_the_package_is_in_the_table() -> None:
 
     ours = {k for k in below(coterie.Method) if k.__module__.startswith("coterie.methods.")}
     assert {k for k in ours if "name" in vars(k)} == listed
-    modules = {
-        import_module(f"coterie.methods.{place.partition(':')[0]}") for place in OWN.values()
-    }
+    modules = {import_module(f"coterie.methods.{p.partition(':')[0]}") for p in OWN.values()}
     assert {name for m in modules for name in getattr(m, "PRESETS", {})} <= OWN.keys()
 
 

@@ -231,13 +231,11 @@ def digest(config, teachers, tmp_path_factory) -> Callable[..., str]:
     plain = Session(config(method="local", data=data))
     # With as many tokens in an answer as the server has, `align` would change nothing.
     several = Session(teachers(rounds=2, base="tiny-gpt2-2m"))
-    shared_base = Session(teachers(rounds=2, method={"name": "fedmkt-fedavg"}))
+    sessions = {"fedmkt-fedavg": Session(teachers(rounds=2, method={"name": "fedmkt-fedavg"}))}
 
     @cache
     def made(name: str, settings: str, again: bool) -> str:
-        session = (
-            plain if name not in TEACHING else shared_base if name == "fedmkt-fedavg" else several
-        )
+        session = sessions.get(name, several if name in TEACHING else plain)
         method = available()[name].model_validate(json.loads(settings))
         changes: dict[str, Any] = {"method": method}
         if name == "auto":  # the first trial ends in round 3; small changes of pairs are ignored

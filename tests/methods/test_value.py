@@ -141,8 +141,8 @@ def test_a_field_that_cannot_be_saved_is_refused_before_the_run(kind) -> None:
     class Odd(Value):
         entry: Any = None
 
-    Odd.__annotations__["thing"] = kind
-    with pytest.raises(CoterieError, match="The field 'thing' of Odd cannot be saved"):
+    Odd.__annotations__["entry"] = kind
+    with pytest.raises(CoterieError, match="The field 'entry' of Odd cannot be saved"):
         Odd()
 
 

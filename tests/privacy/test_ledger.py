@@ -117,9 +117,7 @@ def test_a_budget_that_says_nothing_is_refused(asked, values) -> None:
         parse(values(method={"name": "fedamole", "embeddings": embeddings}))
 
 
-def test_without_a_limit_a_run_file_s_budget_is_for_all_runs(
-    private, tmp_path, monkeypatch
-) -> None:
+def test_without_a_limit_the_budget_is_for_all_runs(private, tmp_path, monkeypatch) -> None:
     # A server that begins the run again under another number receives nothing more.
     path = tmp_path / "us.yaml"
     visible = {**private.as_dict(), "clients": [{"name": c.name} for c in private.clients]}
@@ -171,15 +169,12 @@ def private(config) -> RunConfig:
 
 
 def join(run: RunConfig) -> bytes:
-    visible = run.visible_to("poet")
-    return seal(
-        Order(run=RUN, client="poet", kind="join", turn=0, protocol=PROTOCOL, config=visible)
-    )
+    config = run.visible_to("poet")
+    order = Order(run=RUN, client="poet", kind="join", turn=0, protocol=PROTOCOL, config=config)
+    return seal(order)
 
 
-def test_a_round_opened_25_times_spends_no_more_than_was_promised(
-    private, tmp_path, monkeypatch
-) -> None:
+def test_a_round_opened_25_times_spends_no_more(private, tmp_path, monkeypatch) -> None:
     # Each attempt has other experts and is undone; every fifth one is in a new process.
     accepted: list[bool] = []
 
@@ -213,9 +208,7 @@ def test_a_round_opened_25_times_spends_no_more_than_was_promised(
     assert len({tuple(t.tolist()) for t in noise}) == len(noise)
 
 
-def test_an_undisturbed_run_spends_its_budget_and_sends_equal_uploads(
-    private, tmp_path, monkeypatch
-) -> None:
+def test_an_undisturbed_run_spends_its_whole_budget(private, tmp_path, monkeypatch) -> None:
     def never(*_: object, **__: object) -> torch.Tensor:
         raise AssertionError("nothing but noise was sent")
 
@@ -236,9 +229,7 @@ def test_an_undisturbed_run_spends_its_budget_and_sends_equal_uploads(
         (None, False, None),
     ],
 )
-def test_a_client_takes_part_within_its_own_limit(
-    limit, noise, why, private, tmp_path, monkeypatch
-) -> None:
+def test_a_client_takes_part_within_its_own_limit(limit, noise, why, private, tmp_path) -> None:
     if not noise:
         embeddings = private.method.embeddings.model_copy(update={"privacy": None})
         method = private.method.model_copy(update={"embeddings": embeddings})

@@ -104,9 +104,7 @@ def killed(run: coterie.RunConfig, path: Path) -> RunFolder:
 
 
 @pytest.mark.slow
-def test_with_a_fixed_source_a_resumed_run_ends_in_the_same_bits(
-    private, monkeypatch, tmp_path
-) -> None:
+def test_a_resumed_run_with_a_fixed_source_has_equal_bits(private, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(secrets, "draw", lambda: bytes(KEY_BYTES))
     coterie.run(private(), out=tmp_path / "whole")
     cut = killed(private(), tmp_path / "cut")

@@ -13,10 +13,7 @@ import torch
 from small_models import gpt2, llama
 from tensors import equal, fill
 from torch import Tensor, nn
-from transformers import (
-    OPTConfig,
-    OPTForCausalLM,
-)
+from transformers import OPTConfig, OPTForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from coterie import CoterieError
@@ -148,9 +145,7 @@ def saved_values(base: Any, adapter: Adapter, batch: Batch, **training: Any) -> 
 
 
 @pytest.mark.parametrize(("kind", "wide", "up"), [(gpt2, 20, 1), (llama, 20, 2)])
-def test_stored_activations_replace_the_frozen_outputs(
-    kind: Any, wide: int, up: int, batch: Batch
-) -> None:
+def test_stored_activations_replace_the_frozen_outputs(kind, wide, up, batch) -> None:
     # Three layers store p and z of each of two experts, instead of u for both.
     base = made(kind)
     adapter = mixture(base)

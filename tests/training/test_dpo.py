@@ -103,9 +103,7 @@ def test_it_is_the_loss_of_trl() -> None:
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen head", "trained head"])
 @pytest.mark.parametrize("eps", [0.0, 0.2])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_loss_gradient_and_rewards_are_those_of_the_naive_version(
-    dtype, eps, frozen, monkeypatch
-) -> None:
+def test_loss_gradient_and_rewards_equal_the_naive_version(dtype, eps, frozen, monkeypatch) -> None:
     monkeypatch.setitem(head.LOGITS_AT_ONCE, "cpu", 200)
     monkeypatch.setitem(loss_module.PIECE_COST, "cpu", 0)  # samples are read apart
     model, reference = waves(0.0).to(dtype), referred(waves(0.5).double())

@@ -1,5 +1,6 @@
 """Gradients that one level leaves for the other, as in CoMiGS's released code."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,12 +41,9 @@ def trained_naively(client: AdapterClient) -> dict[str, torch.Tensor]:
     training, adapter = client.training, client.adapter
     model: PreTrainedModel = client.model()
     levels = {level.name: level for level in training.levels}
-    optimisers = {
-        name: torch.optim.AdamW(
-            adapter.tensors(level.selects).values(), betas=(0.9, 0.95), weight_decay=0.01
-        )
-        for name, level in levels.items()
-    }
+    tensors = {name: adapter.tensors(level.selects).values() for name, level in levels.items()}
+    adamw = partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.01)
+    optimisers = {name: adamw(own) for name, own in tensors.items()}
     adapter.require_grad(of_roles("dense", "specialist", "router"))
 
     def update(name: str, step: int, turn: int) -> None:
@@ -53,8 +51,7 @@ def trained_naively(client: AdapterClient) -> dict[str, torch.Tensor]:
         model(input_ids=ids, labels=ids).loss.backward()
         longest = training.context.training.max_grad_norm
         if longest is not None:
-            own = adapter.tensors(levels[name].selects).values()
-            assert torch.nn.utils.clip_grad_norm_(own, longest) > longest
+            assert torch.nn.utils.clip_grad_norm_(tensors[name], longest) > longest
         optimisers[name].param_groups[0]["lr"] = levels[name].learning_rate(step)
         optimisers[name].step()
         optimisers[name].zero_grad()

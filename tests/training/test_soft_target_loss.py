@@ -5,9 +5,7 @@ import torch
 from small_models import VOCABULARY
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from coterie.adapters import Adapter
 from coterie.bases.precision import autocast
