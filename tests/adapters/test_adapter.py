@@ -1,5 +1,7 @@
 """Adapters of different clients over one base: names, first values, attaching and detaching."""
 
+from typing import Any
+
 import pytest
 import torch
 from tensors import equal, fill
@@ -112,8 +114,7 @@ def test_a_cache_changes_no_text(base: PreTrainedModel, ids: Tensor, layout: Lay
 
 
 def test_an_unknown_model_is_refused_by_name() -> None:
-    config = BertConfig(
-        hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=9
-    )
+    sizes: Any = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 9}
+    config = BertConfig(num_hidden_layers=1, num_attention_heads=1, **sizes)
     with pytest.raises(CoterieError, match="BertForMaskedLM has no MLP or other block"):
         adapter_of(BertForMaskedLM(config))

@@ -50,6 +50,13 @@ def adapter_of(
     return adapter
 
 
+def attached(base: PreTrainedModel, *arguments: Any) -> AmoleAdapter:
+    adapter = adapter_of(base, *arguments)
+    adapter.attach(base)
+    adapter.require_grad(of_roles(*ROLES))
+    return adapter
+
+
 def values(adapter: AmoleAdapter) -> dict[str, Tensor]:
     """Return the values that may be sent, by name; they are views, not copies."""
     return {name: part.tensor.data for name, part in adapter.parameters().items()}
@@ -101,9 +108,7 @@ def test_outputs_and_gradients_are_the_formula_s(
     layout, held = CASES[case]
     real = torch.ones(3, 8, dtype=torch.bool)
     real[0, 5:] = real[2, 7:] = False
-    adapter = adapter_of(base, layout, held)
-    adapter.attach(base)
-    adapter.require_grad(of_roles(*ROLES))
+    adapter = attached(base, layout, held)
     loss = masked_loss(base, ids, real)
     balance, routing = adapter.load_balance(), adapter.routing()
     (loss + 0.1 * balance).backward()
@@ -137,11 +142,9 @@ def test_bf16_is_close(make: Callable[[], PreTrainedModel], ids: Tensor) -> None
     torch.manual_seed(0)
     base = make()
     # All experts work, since rounding may tip a choice between two.
-    adapter = adapter_of(base, replace(LAYOUT, top_k=4))
+    adapter = attached(base, replace(LAYOUT, top_k=4))
     for tensor in values(adapter).values():
         tensor.mul_(0.3)  # large corrections make attention sharp, and that amplifies rounding
-    adapter.attach(base)
-    adapter.require_grad(of_roles(*ROLES))
     exact = base(ids).logits
     masked_loss(base, ids, None).backward()
     parameters: dict[str, Any] = adapter.tensors()
@@ -161,9 +164,7 @@ def test_bf16_is_close(make: Callable[[], PreTrainedModel], ids: Tensor) -> None
 
 def test_padding_changes_nothing(base: PreTrainedModel, ids: Tensor) -> None:
     def figures(ids: Tensor, real: Tensor | None) -> list[Tensor]:
-        adapter = adapter_of(base)
-        adapter.attach(base)
-        adapter.require_grad(of_roles(*ROLES))
+        adapter = attached(base)
         loss = masked_loss(base, ids, real)
         balance = adapter.load_balance()
         routing = list(adapter.routing().values())
@@ -181,9 +182,7 @@ def test_padding_changes_nothing(base: PreTrainedModel, ids: Tensor) -> None:
 
 
 def test_recording_sums_embeddings_by_sample(base: PreTrainedModel, ids: Tensor) -> None:
-    adapter = adapter_of(base)
-    adapter.attach(base)
-    adapter.require_grad(of_roles(*ROLES))
+    adapter = attached(base)
     real = torch.ones(3, 8, dtype=torch.bool)
     real[0, 5:] = real[2, 1:] = False
     inputs: dict[str, Tensor] = {}

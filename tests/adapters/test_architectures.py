@@ -94,10 +94,11 @@ def merged(base: PreTrainedModel, adapter: Adapter, gain: float) -> PreTrainedMo
     return base
 
 
+SINGLE = {"expert": (Layout(1, 0), 8), "attention": (PAIRS, 3)}
+
+
 @pytest.mark.parametrize("name", some(QUICK, sorted(ARCHITECTURES.keys() - WITHOUT_MLP)))
-@pytest.mark.parametrize(
-    ("layout", "rank"), [(Layout(1, 0), 8), (PAIRS, 3)], ids=["expert", "attention"]
-)
+@pytest.mark.parametrize(("layout", "rank"), SINGLE.values(), ids=SINGLE)
 def test_a_single_expert_is_a_change_of_weights(name, layout, rank) -> None:
     # MLPs may have fused or multiplied gates, residuals and other layers.
     base = exact(name)
@@ -209,9 +210,8 @@ def test_attention_that_reads_its_layers_weights_is_refused() -> None:
 
 def test_only_what_reads_text_gets_adapters() -> None:
     vision = {**SMALL, "image_size": 28, "patch_size": 14}
-    config = AutoConfig.for_model(
-        "gemma3", text_config={**SMALL, "head_dim": 8}, vision_config=vision, mm_tokens_per_image=4
-    )
+    parts: Any = {"text_config": {**SMALL, "head_dim": 8}, "vision_config": vision}
+    config = AutoConfig.for_model("gemma3", mm_tokens_per_image=4, **parts)
     base = AutoModelForCausalLM.from_config(config).eval()
     assert any("vision" in path for path, _ in base.named_modules())
     for layout in (*LAYOUTS.values(), Layout(generalists=0, specialists=0, targets=".*_proj")):
@@ -239,6 +239,5 @@ def test_unknown_architectures_are_named() -> None:
 
 def test_the_page_shows_where_adapters_stand() -> None:
     page = Path(__file__).parents[2] / "docs" / "use" / "bases.md"
-    assert table() in page.read_text(encoding="utf-8"), (
-        "docs/use/bases.md is behind; run scripts/document_architectures.py"
-    )
+    behind = "docs/use/bases.md is behind; run scripts/document_architectures.py"
+    assert table() in page.read_text(encoding="utf-8"), behind

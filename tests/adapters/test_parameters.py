@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -73,9 +74,8 @@ def expected(base: PreTrainedModel, frozen: str = "") -> dict[str, tuple[Any, ..
 
 
 def described(parts: dict[str, Parameter]) -> dict[str, tuple[Any, ...]]:
-    return {
-        name: (p.role, p.factor, p.expert, p.layer, p.place, p.start) for name, p in parts.items()
-    }
+    values = attrgetter("role", "factor", "expert", "layer", "place", "start")
+    return {name: values(part) for name, part in parts.items()}
 
 
 @pytest.mark.parametrize("frozen", ["", "frozen/"])
@@ -123,8 +123,7 @@ def test_amole_s_parts_are_views_of_its_stacks(base: PreTrainedModel, router: An
     adapter = AmoleAdapter(base, layout, 0, held)
     parts, wanted = adapter.parameters(), {}
     for path in held:
-        number = re.search(r"\d+", path)
-        assert number is not None
+        number: Any = re.search(r"\d+", path)
         at = (int(number[0]), places[path.rpartition(".")[2]])
         wanted[f"shared/{path}.A"] = ("shared", "A", None, *at, "kaiming")
         wanted[f"shared/{path}.B"] = ("shared", "B", None, *at, "zero")

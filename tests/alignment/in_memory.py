@@ -1,8 +1,8 @@
-"""A tokenizer in memory, and a distance of spellings."""
+"""Tokenizers in memory, and a distance of spellings."""
 
 from collections.abc import Iterable, Sequence
 
-from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 
 def sentencepiece(texts: Iterable[str], size: int, *special: str) -> Tokenizer:
@@ -15,6 +15,17 @@ def sentencepiece(texts: Iterable[str], size: int, *special: str) -> Tokenizer:
     trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=tokens, show_progress=False)
     raw.train_from_iterator(texts, trainer)
     return raw
+
+
+def byte_level_bpe(texts: Iterable[str], size: int, *special: str) -> Tokenizer:
+    """Train a tokenizer like GPT-2's, in which an emoji is several tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    settings = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[*special], **settings)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
 
 
 def edits(a: Sequence[object], b: Sequence[object]) -> int:

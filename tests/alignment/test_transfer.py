@@ -54,9 +54,8 @@ def test_predictions_are_those_of_a_dictionary(given_rows, ids, temperature) -> 
     lognorm = logprobs.logsumexp(-1)
     map_ids = torch.tensor(ids, dtype=torch.int32)
     got = translated(tokens, logprobs, lognorm, map_ids, temperature)
-    assert (got.tokens.dtype, got.probs.dtype, got.mass.dtype) == (
-        torch.int64, torch.float32, torch.float32,
-    )  # fmt: skip
+    dtypes = [tensor.dtype for tensor in (got.tokens, got.probs, got.mass)]
+    assert dtypes == [torch.int64, torch.float32, torch.float32]
     assert got.tokens.shape == got.probs.shape == tokens.shape
     assert ((got.tokens >= 0) & (got.tokens < STUDENT)).all()
     for row in range(len(tokens)):

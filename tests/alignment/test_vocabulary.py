@@ -3,8 +3,8 @@
 import random
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from tokenizers.trainers import BpeTrainer
+from in_memory import byte_level_bpe
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from coterie.alignment import Vocabulary
@@ -16,14 +16,7 @@ WILD = "the hat,  the naïve cat — 東京!\n\tof 🦉"
 
 
 def byte_level() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<|endoftext|>"]
-    trainer = BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=special)
-    tokenizer.train_from_iterator(TEXT, trainer)
-    return tokenizer
+    return byte_level_bpe(TEXT, 300, "<|endoftext|>")
 
 
 def llama() -> Tokenizer:
@@ -110,9 +103,8 @@ def test_without_a_decoder_tokens_are_text() -> None:
 
 
 def test_the_roles_are_those_that_a_transformers_tokenizer_gives() -> None:
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=llama(), bos_token="<s>", eos_token="</s>", pad_token="</s>"
-    )
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=llama(), **special)
     vocabulary = Vocabulary.of(tokenizer)
     assert vocabulary.roles == {"bos": 1, "eos": 2, "pad": 2}
     assert vocabulary.tokens[:3] == (None, None, None)

@@ -23,9 +23,8 @@ from coterie.alignment.summary import readable, summarise, worst
 from coterie.errors import CoterieError
 
 # Few different bytes, so that tokens come near one another and ties abound.
-TOKENS = st.one_of(
-    st.none(), st.text(alphabet="ab\xff\x00", max_size=7).map(lambda t: t.encode("latin-1"))
-)
+BYTES = st.text(alphabet="ab\xff\x00", max_size=7).map(lambda t: t.encode("latin-1"))
+TOKENS = st.one_of(st.none(), BYTES)
 VOCABULARIES = st.lists(TOKENS, max_size=14).map(lambda tokens: Vocabulary(tuple(tokens), {}))
 
 
@@ -46,8 +45,7 @@ def naive(source: Vocabulary, target: Vocabulary) -> tuple[list[int], list[int]]
 
 def same(actual: VocabularyMap, expected: tuple[list[int], list[int]]) -> None:
     assert (actual.ids.dtype, actual.distances.dtype) == (torch.int32, torch.int16)
-    assert actual.distances.tolist() == expected[1]
-    assert actual.ids.tolist() == expected[0]
+    assert (actual.ids.tolist(), actual.distances.tolist()) == expected
 
 
 @given(VOCABULARIES, VOCABULARIES)
@@ -87,8 +85,7 @@ def test_ties_go_to_the_smallest_bytes_then_the_smallest_id(vocabulary) -> None:
 
 def test_special_tokens_by_role(vocabulary) -> None:
     full = vocabulary(None, None, None, None, b"x", bos=0, eos=1, unk=2, pad=3)
-    only_eos = vocabulary(b"x", None, eos=1)
-    only_bos = vocabulary(b"x", None, bos=1)
+    only_eos, only_bos = vocabulary(b"x", None, eos=1), vocabulary(b"x", None, bos=1)
     none = vocabulary(b"y", None)
     several = vocabulary(None, bos=0, eos=0, unk=0, pad=0)
     for source, target, ids, distances in (
@@ -111,11 +108,9 @@ def test_nothing_to_map_to(vocabulary) -> None:
 
 def test_the_embedded_vocabulary_maps_to_itself() -> None:
     own = read_vocabulary("tiny-gpt2")
-    mapped = vocabulary_map(own, own)
     first = {token: i for i, token in reversed(list(enumerate(own.tokens))) if token is not None}
     expected = [i if t is None else first[t] for i, t in enumerate(own.tokens)]
-    assert mapped.ids.tolist() == expected
-    assert set(mapped.distances.tolist()) == {0}
+    same(vocabulary_map(own, own), (expected, [0] * len(expected)))
 
 
 def test_figures_of_a_map(vocabulary) -> None:
@@ -153,8 +148,7 @@ def counted(monkeypatch) -> list[int]:
 def test_a_map_is_found_once(cache, monkeypatch, vocabulary) -> None:
     made = counted(monkeypatch)
     source, target = vocabulary(b"a", b"bcd", None, eos=2), vocabulary(b"bc", None, eos=1)
-    first = cached_map(source, target)
-    again = cached_map(source, target)
+    first, again = (cached_map(source, target) for _ in range(2))
     assert len(made) == 1
     same(again, (first.ids.tolist(), first.distances.tolist()))
     cached_map(target, source)  # another map

@@ -7,6 +7,7 @@ from tempfile import gettempdir
 from typing import Any
 
 import torch
+from turns import nth
 
 from coterie.exchanges.codec import ClientTransforms, ServerTransforms
 from coterie.exchanges.exchange import Exchange
@@ -24,9 +25,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "transforms"
 
 
 def example(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -71,15 +70,10 @@ class Ends:
     def up(self, number: int, uploads: dict[str, Message], before: Message) -> dict[str, Message]:
         decoded = {}
         for name, message in uploads.items():
-            arrived = self.wire("up", self.clients[name].send(message, turn_of(number)))
+            arrived = self.wire("up", self.clients[name].send(message, nth(number)))
             decoded[name] = self.server.upload(name, arrived, before)
         self.server.commit(uploads)
         return decoded
-
-
-def turn_of(number: int) -> Turn:
-    """Return the turn of an exchange without other phases."""
-    return Turn(number, number, number)
 
 
 def adapter(seed: int, size: int = 6) -> Message:

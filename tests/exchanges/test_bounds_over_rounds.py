@@ -48,7 +48,7 @@ def change_of(running: Exchange, client: str) -> float:
     return float(running._stored(client).read()["p"]["w"].norm())
 
 
-def excluded(*rounds: Mapping[str, float]) -> list[set[str]]:
+def excluded(*rounds: dict[str, float]) -> list[set[str]]:
     running = server()
     return [exchange(running, number, sizes) for number, sizes in enumerate(rounds)]
 

@@ -12,7 +12,6 @@ from every_method import some
 from naive_distillation import TOP, counterpart, naive
 from naive_transfer import dense
 from tensors import fill
-from torch import Tensor
 
 from coterie.alignment.knowledge import Knowledge, Positions
 from coterie.bases import Base, load_base
@@ -216,8 +215,7 @@ def test_what_a_side_knows_is_what_its_model_predicts(make) -> None:
 
 def test_targets_are_the_answers_tokens(make) -> None:
     distiller = make()
-    batch = distiller.samples.batch(range(len(ITEMS)))
-    assert batch.counted is not None
+    batch: Any = distiller.samples.batch(range(len(ITEMS)))
     assert torch.equal(distiller.labels, batch.ids[:, 1:][batch.counted])
 
 
@@ -228,8 +226,7 @@ def poisoned(bases) -> Base:
     samples = encoded(base, ITEMS)
     rows = [set(samples.ids[a:b].tolist()) for a, b in pairwise(samples.starts.tolist())]
     token = min(rows[2].difference(*rows[:2], *rows[3:]))
-    weight = base.model.get_input_embeddings().weight
-    assert isinstance(weight, Tensor)
+    weight: Any = base.model.get_input_embeddings().weight
     weight.data[token] = torch.nan
     return base
 

@@ -13,7 +13,7 @@ from coterie.config.run import parse
 from coterie.data.windows import sample_batch
 from coterie.errors import CoterieError
 from coterie.evaluation.evaluate import top_logits
-from coterie.losses.tokens import Batch, language_model_loss
+from coterie.losses.tokens import language_model_loss
 from coterie.methods.pcl.trust import sparse_distance, trust_row
 from coterie.methods.tensors import copied, copy
 from coterie.runs import RunFolder
@@ -100,8 +100,7 @@ def test_prediction_trust_compares_everybody_on_the_same_public_windows(values) 
     local = started(parse({**whole, "data": {**whole["data"], "public": "poet.txt"}}), 1)
     predictions = {}
     for name, client in local.clients.items():
-        batch = sample_batch(client.context.public, 8, 16, generator(0, "public", 1))
-        assert isinstance(batch, Batch)
+        batch: Any = sample_batch(client.context.public, 8, 16, generator(0, "public", 1))
         client.model()
         logits, places = top_logits(client.context.base, batch, 5, at_once=3)
         best = client.context.base.model(batch.ids[:, :-1]).logits[:, -1].topk(5)

@@ -13,11 +13,8 @@ from coterie.methods.contract import ClientSide, Method, Server
 
 NAMES = {"registry.py"}
 """Files that find methods by their names, and are none themselves."""
-FILES = [
-    f
-    for f in sorted(Path(coterie.methods.__path__[0]).rglob("*.py"))
-    if f.name not in {*NAMES, "low_rank.py"}
-]
+ROOT = Path(coterie.methods.__path__[0])
+FILES = [f for f in sorted(ROOT.rglob("*.py")) if f.name not in {*NAMES, "low_rank.py"}]
 PARSING = {"startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition"}
 PARSING |= {"fnmatch", "fnmatchcase"}
 MEANS = {"PaddedMean", "LowRankSum"}

@@ -117,7 +117,7 @@ def test_a_budget_that_says_nothing_is_refused(asked, values) -> None:
         parse(values(method={"name": "fedamole", "embeddings": embeddings}))
 
 
-def test_without_a_limit_the_budget_is_for_all_runs(private, tmp_path, monkeypatch) -> None:
+def test_without_a_limit_the_budget_is_for_all_runs(private, tmp_path) -> None:
     # A server that begins the run again under another number receives nothing more.
     path = tmp_path / "us.yaml"
     visible = {**private.as_dict(), "clients": [{"name": c.name} for c in private.clients]}
@@ -162,10 +162,8 @@ def test_what_cannot_be_written_is_not_spent(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def private(config) -> RunConfig:
-    embeddings = {"privacy": {"epsilon": 8.0}}
-    method = {"name": "fedamole", "experts": 6, "attention": {"rank": 4}}
-    return config(method={**method, "embeddings": embeddings})
+def private(noisy) -> RunConfig:
+    return noisy(8.0)
 
 
 def join(run: RunConfig) -> bytes:
@@ -221,23 +219,20 @@ def test_an_undisturbed_run_spends_its_whole_budget(private, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("limit", "noise", "why"),
+    ("limit", "epsilon", "why"),
     [
-        (8.0, True, None),
-        (7.9, True, "epsilon of 8; this client's limit for all runs is 7.9, of which 0 is spent"),
-        (7.9, False, "of this client's samples without noise"),
-        (None, False, None),
+        (8.0, 8.0, None),
+        (7.9, 8.0, "epsilon of 8; this client's limit for all runs is 7.9, of which 0 is spent"),
+        (7.9, None, "of this client's samples without noise"),
+        (None, None, None),
     ],
 )
-def test_a_client_takes_part_within_its_own_limit(limit, noise, why, private, tmp_path) -> None:
-    if not noise:
-        embeddings = private.method.embeddings.model_copy(update={"privacy": None})
-        method = private.method.model_copy(update={"embeddings": embeddings})
-        private = private.model_copy(update={"method": method})
-    base = site(private, "poet", tmp_path)
+def test_a_client_takes_part_within_its_own_limit(limit, epsilon, why, noisy, tmp_path) -> None:
+    run = noisy(epsilon)
+    base = site(run, "poet", tmp_path)
     most = None if limit is None else Budget(limit, 1e-5)
     worker = Worker(Site(base.name, base.texts, base.out, base.base, limit=most))
-    reply, _ = unseal(Reply, worker.answer(join(private)))
+    reply, _ = unseal(Reply, worker.answer(join(run)))
     assert reply.fault == (None if why is None else "budget")
     assert (why or "") in worker.error
     worker.close()

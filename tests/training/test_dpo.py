@@ -81,7 +81,7 @@ def batch_of(reference: Tensor, beta: float, eps: float = 0.0) -> PairBatch:
     return PairBatch(rows, torch.full((len(ROWS),), 2), known)
 
 
-def only_the_mlp(model: Any) -> Tensor:
+def only_the_mlp(model: Any) -> Any:
     """Freeze all weights but one, and return this one."""
     model.requires_grad_(False)
     return model.transformer.h[0].mlp.c_fc.weight.requires_grad_(True)
@@ -92,7 +92,6 @@ def test_it_is_the_loss_of_trl() -> None:
     weight = only_the_mlp(model)
     loss, rewards = dpo_loss(model, batch_of(referred(waves(0.5)), 0.3))
     loss.backward()
-    assert weight.grad is not None
     assert loss.item() == pytest.approx(TRL["loss"], abs=2e-6)
     assert weight.grad.norm().item() == pytest.approx(TRL_GRADIENT, rel=1e-4)
     parts = [Rewards(*(t[rows] for t in rewards)) for rows in (slice(2), slice(2, None))]
@@ -111,7 +110,6 @@ def test_loss_gradient_and_rewards_equal_the_naive_version(dtype, eps, frozen, m
     model.lm_head.weight.requires_grad_(not frozen)
     wanted, rewards = naive(model, reference.to(dtype), 0.7, eps)
     wanted.backward()
-    assert weight.grad is not None
     gradient, weight.grad = weight.grad, None
     loss, actual = dpo_loss(model, batch_of(reference, 0.7, eps))
     loss.backward()
@@ -126,7 +124,6 @@ def test_the_pieces_gradients_add_up_to_the_wholes() -> None:
     weight = only_the_mlp(model)
     batch = batch_of(referred(waves(0.5)), 0.3)
     dpo_loss(model, batch)[0].backward()
-    assert weight.grad is not None
     whole, weight.grad = weight.grad, None
     parts = list(batch.by_length().split(2))
     assert [part.terms for part in parts] == [2, 1]

@@ -196,8 +196,7 @@ def knobs(config) -> coterie.RunConfig:
     training |= {"schedule": "one-cycle", "warmup": 0.4, "restart": True, "checkpointing": True}
     method = {"name": "comigs-1g1s", "lora": {"dropout": 0.2}, "router": {"every": 2, "steps": 2}}
     clients = [{"name": name, "path": f"{name}.txt"} for name in ("diarist", "poet")]
-    limits = {"train": 600, "validation": 100, "test": 34}
-    data = {"window": 16, "limits": limits}
+    data = {"window": 16, "limits": {"train": 600, "validation": 100, "test": 34}}
     return config(training=training, method=method, rounds=2, clients=clients, data=data)
 
 
