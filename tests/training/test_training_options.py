@@ -158,7 +158,6 @@ def test_pieces_with_unlike_numbers_of_tokens_occur(config, questions, monkeypat
 
 @pytest.mark.slow
 def test_distillation_in_pieces_is_distillation(teachers) -> None:
-
     def taught(**training: Any) -> list[Tensor]:
         training |= {"optimiser": "sgd", "learning_rate": 0.1}
         sides: Any = joined(teachers(rounds=1, training={**BASICS, **training}))
