@@ -38,7 +38,7 @@ class NaiveAmole(nn.Module):
         return product / (layout.rank if layout.score_scale == "rank" else len(x)) ** 0.5
 
     def correction(self, x: Tensor, number: int) -> Tensor:
-        """x: (in,), to the (out,) that all experts add."""
+        """Return the sum of all experts' outputs, (out,), for x, (in,)."""
         p, path = self.p, self.path
         xs = [x * mask[number] for mask in self.masks] or [x] * (len(self.held) + 1)
         y = torch.zeros(self.linear(x).shape, dtype=x.dtype)

@@ -1,5 +1,7 @@
 """Adapters of different clients over one base: names, first values, attaching and detaching."""
 
+from typing import Any
+
 import pytest
 import torch
 from tensors import equal, fill
@@ -22,7 +24,7 @@ def roles(adapter: Adapter) -> dict[str, str]:
 
 
 def test_shapes(base: PreTrainedModel) -> None:
-    """Names and roles are in test_parameters.py."""
+    # Names and roles are in test_parameters.py.
     adapter = adapter_of(base, layout=Layout(1, 2, rank=5, attention_rank=3))
     parameters, gpt2 = adapter.tensors(), base.config.model_type == "gpt2"
     up = "transformer.h.0.mlp.c_fc" if gpt2 else "model.layers.0.mlp.gate_proj"
@@ -39,18 +41,18 @@ def test_shapes(base: PreTrainedModel) -> None:
 
 def test_first_values(base: PreTrainedModel) -> None:
     ada, bob = adapter_of(base, "ada"), adapter_of(base, "bob")
-    for name, mine in ada.tensors().items():
+    for name, tensor in ada.tensors().items():
         other = bob.tensors()[name]
         if name.endswith(".B"):
-            assert not mine.any()
+            assert not tensor.any()
         elif roles(ada)[name] in ("generalist", "dense"):
-            assert torch.equal(mine, other)
+            assert torch.equal(tensor, other)
         else:
-            assert not torch.equal(mine, other)
+            assert not torch.equal(tensor, other)
         if name.endswith(".A"):
-            bound = mine.shape[1] ** -0.5  # Kaiming uniform with a = sqrt 5
-            assert 0.5 * bound < mine.abs().max().item() <= bound
-        assert torch.equal(mine, adapter_of(base, "ada").tensors()[name])
+            bound = tensor.shape[1] ** -0.5  # Kaiming uniform with a = sqrt 5
+            assert 0.5 * bound < tensor.abs().max().item() <= bound
+        assert torch.equal(tensor, adapter_of(base, "ada").tensors()[name])
     routers = torch.cat([p.flatten() for p in ada.tensors(of_roles("router")).values()])
     assert 0.01 < routers.std().item() < 0.03
 
@@ -100,9 +102,7 @@ def test_only_the_roles_asked_for_are_trained(base: PreTrainedModel, ids: Tensor
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(2, 2)], ids=["two", "four, top 2"])
-def test_generation_with_cache_equals_without(
-    base: PreTrainedModel, ids: Tensor, layout: Layout
-) -> None:
+def test_a_cache_changes_no_text(base: PreTrainedModel, ids: Tensor, layout: Layout) -> None:
     adapter = adapter_of(base, layout=layout)
     fill(adapter.tensors(), 0.3, 0)
     adapter.attach(base)
@@ -114,8 +114,7 @@ def test_generation_with_cache_equals_without(
 
 
 def test_an_unknown_model_is_refused_by_name() -> None:
-    config = BertConfig(
-        hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=9
-    )
+    sizes: Any = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 9}
+    config = BertConfig(num_hidden_layers=1, num_attention_heads=1, **sizes)
     with pytest.raises(CoterieError, match="BertForMaskedLM has no MLP or other block"):
         adapter_of(BertForMaskedLM(config))

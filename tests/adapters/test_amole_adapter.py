@@ -42,7 +42,7 @@ CASES: dict[str, tuple[AmoleLayout, list[int]]] = {
 def adapter_of(
     base: PreTrainedModel, layout: AmoleLayout = LAYOUT, held: Sequence[int] = (1, 4, 5, 8)
 ) -> AmoleAdapter:
-    """With one expert fewer on the last layer, where there are any, and random values."""
+    """Return an adapter of random values, with one expert fewer on the last layer."""
     paths = list(chosen_linears(base, layout.targets))
     choice = dict.fromkeys(paths[:-1], held) | {paths[-1]: held[:-1]}
     adapter = AmoleAdapter(base, layout, 3, choice)
@@ -50,13 +50,20 @@ def adapter_of(
     return adapter
 
 
+def attached(base: PreTrainedModel, *arguments: Any) -> AmoleAdapter:
+    adapter = adapter_of(base, *arguments)
+    adapter.attach(base)
+    adapter.require_grad(of_roles(*ROLES))
+    return adapter
+
+
 def values(adapter: AmoleAdapter) -> dict[str, Tensor]:
-    """What may travel, by name; views, not copies."""
+    """Return the values that may be sent, by name; they are views, not copies."""
     return {name: part.tensor.data for name, part in adapter.parameters().items()}
 
 
 def put_naive(base: PreTrainedModel, adapter: AmoleAdapter) -> dict[str, Tensor]:
-    """Stand naive layers in the base; the values they are given, by name, ready for gradients."""
+    """Replace layers by naive ones, and return their values, by name, which require gradients."""
     p = {name: t.clone().requires_grad_() for name, t in values(adapter).items()}
     for path, linear in chosen_linears(base, adapter.layout.targets).items():
         held = [int(name[7:].split("/")[0]) for name in p if name.startswith("domain.")
@@ -70,7 +77,7 @@ def naive_layers(base: PreTrainedModel) -> dict[str, NaiveAmole]:
 
 
 def gradients(adapter: AmoleAdapter) -> dict[str, Tensor]:
-    """By the names that travel."""
+    """Return the gradients, by the names that are sent."""
     grads: dict[str, Tensor] = {}
     for name, parameter in adapter.tensors().items():
         assert parameter.grad is not None, name
@@ -85,7 +92,7 @@ def gradients(adapter: AmoleAdapter) -> dict[str, Tensor]:
 
 
 def masked_loss(base: PreTrainedModel, ids: Tensor, real: Tensor | None) -> Tensor:
-    """Mean cross-entropy of the tokens after real ones, where these are real too."""
+    """Return the mean cross-entropy of the real tokens that follow real tokens."""
     with real_tokens(real):
         logits = base(ids).logits[:, :-1]
     losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
@@ -101,47 +108,43 @@ def test_outputs_and_gradients_are_the_formula_s(
     layout, held = CASES[case]
     real = torch.ones(3, 8, dtype=torch.bool)
     real[0, 5:] = real[2, 7:] = False
-    adapter = adapter_of(base, layout, held)
-    adapter.attach(base)
-    adapter.require_grad(of_roles(*ROLES))
-    mine = masked_loss(base, ids, real)
+    adapter = attached(base, layout, held)
+    loss = masked_loss(base, ids, real)
     balance, routing = adapter.load_balance(), adapter.routing()
-    (mine + 0.1 * balance).backward()
+    (loss + 0.1 * balance).backward()
 
     detach(base)
     p = put_naive(base, adapter)
-    theirs = masked_loss(base, ids, real)
+    naive_loss = masked_loss(base, ids, real)
     rows = real.flatten().nonzero().flatten().tolist()
     layers = naive_layers(base)
     counted = layout.top_k if layout.load == "top_k" else 1
     terms = [m.load_balance(rows) for m in layers.values() if len(m.held) > counted]
     expected = sum(terms, torch.tensor(0.0, dtype=torch.double))
     assert adapter.balances == bool(terms)
-    torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=0)
+    torch.testing.assert_close(loss, naive_loss, rtol=1e-10, atol=0)
     torch.testing.assert_close(balance.double(), expected, rtol=1e-10, atol=0)
     for path, layer in layers.items():
         weights = torch.tensor(layer.weights or [[]] * 24, dtype=torch.double)
         torch.testing.assert_close(routing[path], weights[rows].mean(0), rtol=1e-10, atol=1e-12)
-    if theirs.requires_grad:
-        (theirs + 0.1 * expected).backward()
-    found = gradients(adapter)
-    assert found.keys() == p.keys()
+    if naive_loss.requires_grad:
+        (naive_loss + 0.1 * expected).backward()
+    actual = gradients(adapter)
+    assert actual.keys() == p.keys()
     for name, value in p.items():
         grad = torch.zeros_like(value) if value.grad is None else value.grad
-        torch.testing.assert_close(found[name], grad, rtol=1e-8, atol=1e-12)
+        torch.testing.assert_close(actual[name], grad, rtol=1e-8, atol=1e-12)
     if len(held) > 2:
-        assert all(g.any() for name, g in found.items() if not name.startswith("domain."))
+        assert all(g.any() for name, g in actual.items() if not name.startswith("domain."))
 
 
 def test_bf16_is_close(make: Callable[[], PreTrainedModel], ids: Tensor) -> None:
     torch.manual_seed(0)
     base = make()
     # All experts work, since rounding may tip a choice between two.
-    adapter = adapter_of(base, replace(LAYOUT, top_k=4))
+    adapter = attached(base, replace(LAYOUT, top_k=4))
     for tensor in values(adapter).values():
         tensor.mul_(0.3)  # large corrections make attention sharp, and that amplifies rounding
-    adapter.attach(base)
-    adapter.require_grad(of_roles(*ROLES))
     exact = base(ids).logits
     masked_loss(base, ids, None).backward()
     parameters: dict[str, Any] = adapter.tensors()
@@ -161,9 +164,7 @@ def test_bf16_is_close(make: Callable[[], PreTrainedModel], ids: Tensor) -> None
 
 def test_padding_changes_nothing(base: PreTrainedModel, ids: Tensor) -> None:
     def figures(ids: Tensor, real: Tensor | None) -> list[Tensor]:
-        adapter = adapter_of(base)
-        adapter.attach(base)
-        adapter.require_grad(of_roles(*ROLES))
+        adapter = attached(base)
         loss = masked_loss(base, ids, real)
         balance = adapter.load_balance()
         routing = list(adapter.routing().values())
@@ -176,14 +177,12 @@ def test_padding_changes_nothing(base: PreTrainedModel, ids: Tensor) -> None:
 
     real = torch.tensor([True] * 8 + [False] * 5).expand(3, 13)
     plain, padded = figures(ids, None), figures(F.pad(ids, (0, 5), value=7), real)
-    for one, other in zip(plain, padded, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    for expected, other in zip(plain, padded, strict=True):
+        torch.testing.assert_close(expected, other, rtol=1e-9, atol=1e-12)
 
 
 def test_recording_sums_embeddings_by_sample(base: PreTrainedModel, ids: Tensor) -> None:
-    adapter = adapter_of(base)
-    adapter.attach(base)
-    adapter.require_grad(of_roles(*ROLES))
+    adapter = attached(base)
     real = torch.ones(3, 8, dtype=torch.bool)
     real[0, 5:] = real[2, 1:] = False
     inputs: dict[str, Tensor] = {}
@@ -257,9 +256,7 @@ def test_adapters_on_one_base_do_not_disturb_each_other(base: PreTrainedModel, i
 
 
 @pytest.mark.parametrize("router", ["token", "vanilla"])
-def test_first_values_are_the_expert_s_own(
-    make: Callable[[], PreTrainedModel], ids: Tensor, router: str
-) -> None:
+def test_first_values_are_the_expert_s_own(make: Any, ids: Tensor, router: str) -> None:
     layout = replace(LAYOUT, router=router)
     with torch.device("meta"):
         hollow = make()

@@ -55,7 +55,7 @@ def base(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 def exact(name: str) -> PreTrainedModel:
-    """In float64, except mixtures of experts: torch multiplies their groups in float32 at most."""
+    """Return a model in float64, or in float32 if it has grouped experts, as torch requires."""
     base = small_model(name)
     mixed = any("Experts" in type(module).__name__ for module in base.modules())
     return base if mixed else base.double()
@@ -84,7 +84,7 @@ def test_an_adapter_begins_as_the_base_and_learns_everywhere(base) -> None:
 
 
 def merged(base: PreTrainedModel, adapter: Adapter, gain: float) -> PreTrainedModel:
-    """A copy of a base whose linear layers hold what an adapter's only pairs add to them."""
+    """Return a copy of a base to whose linear layers an adapter's only pairs are added."""
     base = deepcopy(base)
     with torch.no_grad():
         for A, B in pairs_of(adapter.parameters()):
@@ -94,12 +94,13 @@ def merged(base: PreTrainedModel, adapter: Adapter, gain: float) -> PreTrainedMo
     return base
 
 
+SINGLE = {"expert": (Layout(1, 0), 8), "attention": (PAIRS, 3)}
+
+
 @pytest.mark.parametrize("name", some(QUICK, sorted(ARCHITECTURES.keys() - WITHOUT_MLP)))
-@pytest.mark.parametrize(
-    ("layout", "rank"), [(Layout(1, 0), 8), (PAIRS, 3)], ids=["expert", "attention"]
-)
+@pytest.mark.parametrize(("layout", "rank"), SINGLE.values(), ids=SINGLE)
 def test_a_single_expert_is_a_change_of_weights(name, layout, rank) -> None:
-    """Whatever the MLP does besides: fused and multiplied gates, residuals, layers of its own."""
+    # MLPs may have fused or multiplied gates, residuals and other layers.
     base = exact(name)
     adapter = adapter_of(base, layout)
     fill(adapter.tensors(), 0.2, 1)
@@ -151,32 +152,32 @@ def test_a_server_without_weights_makes_the_same_parts(base) -> None:
     with torch.device("meta"):
         hollow = AutoModelForCausalLM.from_config(base.config)
     for layout in LAYOUTS.values():
-        mine, theirs = (adapter_of(model, layout) for model in (hollow, base))
-        parts = ({n: p.role for n, p in each.parameters().items()} for each in (mine, theirs))
+        empty, loaded = (adapter_of(model, layout) for model in (hollow, base))
+        parts = ({n: p.role for n, p in each.parameters().items()} for each in (empty, loaded))
         assert next(parts) == next(parts)
-        assert equal(mine.tensors(), theirs.tensors())
-        assert {tensor.device.type for tensor in mine.tensors().values()} == {"cpu"}
-        fill(mine.tensors(), 0.2, 1)
-        copy(mine.tensors(), theirs.tensors())
-        expected = theirs.attach(base)(IDS).logits
-        torch.testing.assert_close(mine.attach(base)(IDS).logits, expected, rtol=0, atol=1e-5)
+        assert equal(empty.tensors(), loaded.tensors())
+        assert {tensor.device.type for tensor in empty.tensors().values()} == {"cpu"}
+        fill(empty.tensors(), 0.2, 1)
+        copy(empty.tensors(), loaded.tensors())
+        expected = loaded.attach(base)(IDS).logits
+        torch.testing.assert_close(empty.attach(base)(IDS).logits, expected, rtol=0, atol=1e-5)
 
 
 def test_every_layer_is_covered(base) -> None:
     everywhere = frozenset(range(len(layers(base))))
-    found = coverage(base, adapter_of(base, Layout()).parameters().values())
-    assert found.total == len(everywhere) == base.config.num_hidden_layers
-    assert not found.others
-    for what in ("experts", "LoRA"):
-        has = (numbers for (other, _), numbers in found.covered.items() if other == what)
+    covered = coverage(base, adapter_of(base, Layout()).parameters().values())
+    assert covered.total == len(everywhere) == base.config.num_hidden_layers
+    assert not covered.others
+    for kind in ("experts", "LoRA"):
+        has = (numbers for (other, _), numbers in covered.covered.items() if other == kind)
         assert everywhere == frozenset().union(*has)
 
 
 def test_what_is_not_covered_is_said() -> None:
     base = small_model("qwen3_5_text")
     layout = Layout(generalists=0, specialists=0, targets="q_proj|o_proj")
-    found = coverage(base, adapter_of(base, layout).parameters().values())
-    assert found.lines() == (
+    covered = coverage(base, adapter_of(base, layout).parameters().values())
+    assert covered.lines() == (
         "LoRA on Qwen3_5Attention (o_proj, q_proj) in 1 of 4 layers",
         "no LoRA in the other 3 layers (Qwen3_5GatedDeltaNet, Qwen3_5MLP)",
     )
@@ -209,9 +210,8 @@ def test_attention_that_reads_its_layers_weights_is_refused() -> None:
 
 def test_only_what_reads_text_gets_adapters() -> None:
     vision = {**SMALL, "image_size": 28, "patch_size": 14}
-    config = AutoConfig.for_model(
-        "gemma3", text_config={**SMALL, "head_dim": 8}, vision_config=vision, mm_tokens_per_image=4
-    )
+    parts: Any = {"text_config": {**SMALL, "head_dim": 8}, "vision_config": vision}
+    config = AutoConfig.for_model("gemma3", mm_tokens_per_image=4, **parts)
     base = AutoModelForCausalLM.from_config(config).eval()
     assert any("vision" in path for path, _ in base.named_modules())
     for layout in (*LAYOUTS.values(), Layout(generalists=0, specialists=0, targets=".*_proj")):
@@ -239,6 +239,5 @@ def test_unknown_architectures_are_named() -> None:
 
 def test_the_page_shows_where_adapters_stand() -> None:
     page = Path(__file__).parents[2] / "docs" / "use" / "bases.md"
-    assert table() in page.read_text(encoding="utf-8"), (
-        "docs/use/bases.md is behind; run scripts/document_architectures.py"
-    )
+    behind = "docs/use/bases.md is behind; run scripts/document_architectures.py"
+    assert table() in page.read_text(encoding="utf-8"), behind

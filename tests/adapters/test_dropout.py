@@ -11,15 +11,7 @@ from tensors import fill
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coterie.adapters import (
-    Adapter,
-    AmoleAdapter,
-    AmoleLayout,
-    Layout,
-    LoraLinear,
-    Mixture,
-    of_roles,
-)
+from coterie.adapters import Adapter, AmoleAdapter, AmoleLayout, Layout, LoraLinear, of_roles
 from coterie.adapters import dropout as dropping
 from coterie.adapters.dropout import drawing_masks
 from coterie.bases.sites import chosen_linears, mlp_shape
@@ -70,20 +62,17 @@ def test_a_mixtures_pairs_have_masks_of_their_own(
     base.requires_grad_(False)
     x, dy = torch.randn(2, 15, 12, dtype=torch.float64, generator=chance()).unbind()
     x.requires_grad_()
-    mine = {n: p for n, p in adapter.tensors().items() if path in n}
+    parameters = {n: p for n, p in adapter.tensors().items() if path in n}
     adapter.attach(base)
-    mixture = base.get_submodule(path)
-    assert isinstance(mixture, Mixture)
     with drawing_masks(chance()):
-        y = mixture(x)
-    shape = mlp_shape(mlp)
-    assert shape is not None
+        y = base.get_submodule(path)(x)
+    shape: Any = mlp_shape(mlp)
     assert len(masks) == len(shape.up) * layout.experts + 1
-    got = torch.autograd.grad(y, [x, *mine.values()], dy)
-    wanted = naive_mixture.naive_mixture(mlp, layout, path, mine, x, masks)
+    got = torch.autograd.grad(y, [x, *parameters.values()], dy)
+    wanted = naive_mixture.naive_mixture(mlp, layout, path, parameters, x, masks)
     torch.testing.assert_close(y, wanted, rtol=0, atol=1e-9)
-    expected = torch.autograd.grad(wanted, [x, *mine.values()], dy)
-    for name, a, b in zip(["x", *mine], got, expected, strict=True):
+    expected = torch.autograd.grad(wanted, [x, *parameters.values()], dy)
+    for name, a, b in zip(["x", *parameters], got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
 
@@ -95,10 +84,8 @@ def test_a_single_pairs_a_reads_what_is_left(base: PreTrainedModel, masks: list[
     with drawing_masks(chance()):
         y = linear(x)
     A, B = linear.lora.A, linear.lora.B
-    low = (x.flatten(0, 1) * masks[0]) @ A.T
-    torch.testing.assert_close(
-        y.flatten(0, 1), linear.base(x).flatten(0, 1) + linear.gain * low @ B.T
-    )
+    plain, low = linear.base(x).flatten(0, 1), (x.flatten(0, 1) * masks[0]) @ A.T
+    torch.testing.assert_close(y.flatten(0, 1), plain + linear.gain * low @ B.T)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -122,7 +109,7 @@ def test_amoles_experts_have_masks_of_their_own_and_the_router_none(
 def test_nothing_drops_out_but_in_training(
     base: PreTrainedModel, ids: Tensor, layout: Any, masks: list[Tensor]
 ) -> None:
-    """And there the chance that is given says what, not torch's own."""
+    # In training, the given generator decides, not torch's own.
     filled(base, layout).attach(base)
     plain = base(ids).logits
     assert not masks

@@ -18,10 +18,9 @@ from coterie.adapters import (
 
 
 def attached(base, **layout: Any) -> Adapter:
-    """An adapter with three experts, unless its layout says otherwise."""
+    """Attach an adapter with three experts, unless the layout has another number."""
     numbers: dict[str, Any] = {"generalists": 1, "specialists": 2}
-    whole = Layout(**numbers | layout)
-    adapter = Adapter(base, whole, seed=0, client="a", common=lambda _: False)
+    adapter = Adapter(base, Layout(**numbers | layout), seed=0, client="a", common=lambda _: False)
     adapter.attach(base)
     return adapter
 
@@ -29,7 +28,8 @@ def attached(base, **layout: Any) -> Adapter:
 def test_first_experts_are_the_routers_highest_scores(base) -> None:
     attached(base, top_k=2)
     seen: dict[str, torch.Tensor] = {}
-    mixtures = {path: m for path, m in base.named_modules() if isinstance(m, Mixture)}
+    named: Any = base.named_modules()
+    mixtures = {path: module for path, module in named if isinstance(module, Mixture)}
     for path, mixture in mixtures.items():
 
         def see(_: nn.Module, inputs: tuple[torch.Tensor, ...], path: str = path) -> None:
@@ -40,7 +40,6 @@ def test_first_experts_are_the_routers_highest_scores(base) -> None:
     first = first_experts(base)
     assert list(first) == list(mixtures)
     for path, mixture in mixtures.items():
-        assert mixture.router is not None
         scores = torch.einsum("btd,nd->btn", seen[path], mixture.router)
         assert first[path].tolist() == scores.argmax(-1).flatten().tolist()
     assert len({expert for experts in first.values() for expert in experts.tolist()}) > 1
@@ -52,7 +51,7 @@ def test_without_a_router_there_is_none(base) -> None:
 
 
 def test_role_weights_are_the_sums_of_the_experts_weights(base) -> None:
-    """With top-2 of three experts, unchosen experts count as 0."""
+    # With top-2 of three experts, the weight of the third is 0.
     adapter = attached(base, top_k=2)
     for parameter in adapter.parameters().values():
         if parameter.role == "router":
@@ -60,9 +59,8 @@ def test_role_weights_are_the_sums_of_the_experts_weights(base) -> None:
     base(input_ids=torch.arange(24).view(2, 12))
     weights = role_weights(base)
     assert expert_roles(base) == ("generalist", "specialist", "specialist")
-    assert {role: [*w.shape] for role, w in weights.items()} == {
-        role: [24] for role in ("generalist", "specialist")
-    }
+    sizes = {role: [*w.shape] for role, w in weights.items()}
+    assert sizes == {"generalist": [24], "specialist": [24]}
     means = torch.stack(list(adapter.routing().values())).mean(0)
     torch.testing.assert_close(weights["generalist"].mean(), means[0])
     torch.testing.assert_close(weights["specialist"].mean(), means[1:].sum())

@@ -1,6 +1,7 @@
 """The fused mixture against the published way: a full MLP per expert, weighed by the router."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from coterie.errors import CoterieError
 
 
 def filled(base: nn.Module, layout: Layout) -> Adapter:
-    """An adapter whose B are not zero, and whose routers are not nearly uniform."""
+    """Return an adapter whose B are not zero, and whose routers are not nearly uniform."""
     adapter = Adapter(base, layout, seed=3, client="ada", common=lambda _: False)
     fill(adapter.tensors(), 0.3, 5)
     adapter.require_grad(of_roles("dense", "generalist", "specialist", "router"))
@@ -30,9 +31,7 @@ def attached(base: PreTrainedModel, layout: Layout) -> Adapter:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_output_and_every_gradient_equal_the_naive_mixture(
-    base: PreTrainedModel, layout: Layout
-) -> None:
+def test_output_and_gradients_equal_naive_ones(base: PreTrainedModel, layout: Layout) -> None:
     adapter = filled(base, layout)
     path = next(name for name, _ in base.named_modules() if name.endswith("1.mlp"))
     base_mlp = base.get_submodule(path)
@@ -43,24 +42,21 @@ def test_output_and_every_gradient_equal_the_naive_mixture(
             parameter.normal_(std=0.3, generator=chance)
     x = torch.randn(3, 5, 12, dtype=torch.float64, generator=chance).requires_grad_()
     dy = torch.randn(3, 5, 12, dtype=torch.float64, generator=chance)
-    mine = {n: p for n, p in adapter.tensors().items() if path in n}
-    y = naive_mixture(base_mlp, layout, path, mine, x)
-    wanted = [x, *mine.values()]
+    parameters = {n: p for n, p in adapter.tensors().items() if path in n}
+    y = naive_mixture(base_mlp, layout, path, parameters, x)
+    wanted = [x, *parameters.values()]
     expected = torch.autograd.grad(y, wanted, dy)
     adapter.attach(base)
     mixture = base.get_submodule(path)
-    assert isinstance(mixture, Mixture)
     torch.testing.assert_close(mixture(x), y, rtol=0, atol=1e-9)
     got = torch.autograd.grad(mixture(x), wanted, dy)
-    for name, a, b in zip(["x", *mine], got, expected, strict=True):
+    for name, a, b in zip(["x", *parameters], got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("role", ["generalist", "router"])
-def test_gradients_do_not_depend_on_what_else_is_trained(
-    base: PreTrainedModel, ids: Tensor, role: str
-) -> None:
-    """Experts' steps and routers' steps skip parts of the hand-written gradient."""
+def test_gradients_depend_on_no_other_role(base: PreTrainedModel, ids: Tensor, role: str) -> None:
+    # Steps of experts and steps of routers skip parts of the explicit gradient.
     adapter = attached(base, Layout(2, 2, rank=3))
     base(ids, labels=ids).loss.backward()
     everything = {n: p.grad for n, p in adapter.tensors().items()}
@@ -79,8 +75,7 @@ def test_gradients_do_not_depend_on_what_else_is_trained(
 def test_every_activation_is_the_bases_own(base: PreTrainedModel, ids: Tensor, act: str) -> None:
     for mlp in [module for name, module in base.named_modules() if name.endswith(".mlp")]:
         setattr(mlp, "act" if hasattr(mlp, "act") else "act_fn", ACT2FN[act])
-    weight = base.get_input_embeddings().weight
-    assert isinstance(weight, Tensor)
+    weight: Any = base.get_input_embeddings().weight
     logits = base(ids).logits
     expected = torch.autograd.grad(logits.square().mean(), weight)[0]
     Adapter(base, Layout(), seed=0, client="ada", common=lambda _: False).attach(base)
@@ -91,14 +86,13 @@ def test_every_activation_is_the_bases_own(base: PreTrainedModel, ids: Tensor, a
 
 
 def routed_with(logits: Tensor, top_k: int, base: PreTrainedModel) -> Mixture:
-    """A mixture whose last forward pass had these router logits: (tokens, experts)."""
+    """Return a mixture whose last forward pass had these router logits, (tokens, experts)."""
     layout = Layout(1, logits.shape[1] - 1, top_k=top_k)
     adapter = Adapter(base, layout, seed=0, client="ada", common=lambda _: False)
     adapter.attach(base)
-    mixture = next(m for m in base.modules() if isinstance(m, Mixture))
+    mixture: Any = next(m for m in base.modules() if isinstance(m, Mixture))
     x = torch.zeros(len(logits), 12, dtype=torch.float64)
     x[:, : len(logits[0])] = logits
-    assert mixture.router is not None
     mixture.router.data = torch.eye(12, dtype=torch.float64)[: len(logits[0])]
     mixture(x)
     return mixture
@@ -126,10 +120,8 @@ def test_load_balance_equals_its_formula(base: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("form", "counts"), [("uniform", [1, 1, 1, 1]), ("generalist", [3, 1, 1, 1])]
 )
-def test_load_balance_is_one_at_its_optimum(
-    base: PreTrainedModel, form: str, counts: list[int]
-) -> None:
-    """Tokens that each choose one expert with certainty, so that f and P are both the shares."""
+def test_the_best_load_balance_is_one(base: PreTrainedModel, form: str, counts: list[int]) -> None:
+    # Each token chooses one expert with certainty, so that f and P are both the shares.
     chosen = torch.cat([torch.full((2 * c,), j) for j, c in enumerate(counts)])
     logits = 60.0 * torch.nn.functional.one_hot(chosen, 4).double()
     loss = routed_with(logits, 1, base).load_balance(form)  # pyright: ignore[reportArgumentType]
@@ -146,9 +138,7 @@ def test_load_balance_of_two_experts_is_constant(base: PreTrainedModel, ids: Ten
         assert not loss.requires_grad
 
 
-def test_load_balance_is_the_mean_over_layers_and_trains_routers(
-    base: PreTrainedModel, ids: Tensor
-) -> None:
+def test_load_balance_is_a_mean_and_trains_routers(base: PreTrainedModel, ids: Tensor) -> None:
     adapter = attached(base, Layout(1, 3))
     base(ids)
     assert adapter.balances
@@ -191,9 +181,7 @@ def test_under_autocast_near_float32(base: PreTrainedModel, ids: Tensor, layout:
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(2, 2)], ids=["two", "four, top 2"])
-def test_padding_is_in_no_figure_of_the_routing(
-    base: PreTrainedModel, ids: Tensor, layout: Layout
-) -> None:
+def test_routing_figures_omit_padding(base: PreTrainedModel, ids: Tensor, layout: Layout) -> None:
     adapter = attached(base, layout)
     short = ids[:1, :-4]
     base(short)
@@ -203,9 +191,9 @@ def test_padding_is_in_no_figure_of_the_routing(
     real[:, -4:] = False
     with real_tokens(real):
         base(ids[:1])
-    found = {**adapter.routing(), "balance": adapter.load_balance("uniform").detach()}
+    figures = {**adapter.routing(), "balance": adapter.load_balance("uniform").detach()}
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value)
+        torch.testing.assert_close(figures[name], value)
     assert all(torch.equal(first_experts(base)[path], chosen) for path, chosen in first.items())
     base(ids[:1])  # without the mask the padding would count
     assert not all(torch.allclose(adapter.routing()[path], expected[path]) for path in first)
@@ -215,7 +203,7 @@ def test_padding_is_in_no_figure_of_the_routing(
 def test_of_the_wide_part_only_the_frozen_products_are_kept(
     base: PreTrainedModel, ids: Tensor, layout: Layout
 ) -> None:
-    """Whatever the number of experts: a long window's activations are mostly these."""
+    # These make up most of the activations of a long window, however many experts there are.
     attached(base, layout)
     shapes: list[tuple[int, ...]] = []
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -49,8 +50,11 @@ def adapter_of(base: nn.Module, **layout: Any) -> Adapter:
 
 
 def expected(base: PreTrainedModel, frozen: str = "") -> dict[str, tuple[Any, ...]]:
-    """By name: role, factor, expert, layer, place and start of one generalist, two specialists,
-    a router, and the pairs on attention; `frozen` stands before the names of A."""
+    """Return role, factor, expert, layer, place and start of each parameter, by name.
+
+    The parameters are one generalist, two specialists, a router, and the pairs on attention.
+    `frozen` precedes the names of A.
+    """
     parts: dict[str, tuple[Any, ...]] = {}
     kind = base.config.model_type
     for layer, (end, place) in product(range(2), PLACES[kind].items()):
@@ -70,15 +74,12 @@ def expected(base: PreTrainedModel, frozen: str = "") -> dict[str, tuple[Any, ..
 
 
 def described(parts: dict[str, Parameter]) -> dict[str, tuple[Any, ...]]:
-    return {
-        name: (p.role, p.factor, p.expert, p.layer, p.place, p.start) for name, p in parts.items()
-    }
+    values = attrgetter("role", "factor", "expert", "layer", "place", "start")
+    return {name: values(part) for name, part in parts.items()}
 
 
 @pytest.mark.parametrize("frozen", ["", "frozen/"])
-def test_experts_routers_and_attention_say_what_they_are(
-    base: PreTrainedModel, frozen: str
-) -> None:
+def test_parts_of_mixtures_have_these_roles(base: PreTrainedModel, frozen: str) -> None:
     adapter = adapter_of(base, freeze_A=bool(frozen))
     parts = adapter.parameters()
     assert described(parts) == expected(base, frozen)
@@ -115,17 +116,14 @@ def test_pairs_are_each_a_with_its_own_b(base: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("router", ["token", "vanilla"])
-def test_amole_s_parts_are_by_expert_and_views_of_its_stacks(
-    base: PreTrainedModel, router: Any
-) -> None:
+def test_amole_s_parts_are_views_of_its_stacks(base: PreTrainedModel, router: Any) -> None:
     layout = AmoleLayout(experts=9, rank=3, router=router)
     places = {"c_attn": "attention.qkv", "q_proj": "attention.q", "v_proj": "attention.v"}
     held = dict.fromkeys(chosen_linears(base, layout.targets), (1, 4))
     adapter = AmoleAdapter(base, layout, 0, held)
     parts, wanted = adapter.parameters(), {}
     for path in held:
-        number = re.search(r"\d+", path)
-        assert number is not None
+        number: Any = re.search(r"\d+", path)
         at = (int(number[0]), places[path.rpartition(".")[2]])
         wanted[f"shared/{path}.A"] = ("shared", "A", None, *at, "kaiming")
         wanted[f"shared/{path}.B"] = ("shared", "B", None, *at, "zero")

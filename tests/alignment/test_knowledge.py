@@ -39,19 +39,15 @@ def llama_like() -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", eos_token="</s>")
 
 
-TOKENIZERS: dict[str, PreTrainedTokenizerBase] = {
-    "gpt2": load_tokenizer("tiny-gpt2"),
-    "llama": llama_like(),
-}
+TOKENIZERS: dict[str, Any] = {"gpt2": load_tokenizer("tiny-gpt2"), "llama": llama_like()}
 BOTH = [(a, b) for a in TOKENIZERS for b in TOKENIZERS]
 
 
 def encoded(name: str, items: list[Instruction]) -> Examples:
     tokenizer = TOKENIZERS[name]
     encoder, end = bare_encoder(tokenizer)
-    return examples(
-        items, Encoding(encoder, (context_token(tokenizer), end), 80, None, "The public text")
-    )
+    ends = context_token(tokenizer), end
+    return examples(items, Encoding(encoder, ends, 80, None, "The public text"))
 
 
 def positions(name: str, items: list[Instruction]) -> Positions:
@@ -59,7 +55,7 @@ def positions(name: str, items: list[Instruction]) -> Positions:
 
 
 def knowledge(of: Positions) -> Knowledge:
-    """What somebody might predict there: numbers that tell positions apart."""
+    """Return predictions whose numbers identify positions."""
     p, size = len(of.ends), 2 * len(of.ends)
     tokens = torch.arange(size, dtype=torch.int32).view(p, 2) % VOCABULARY
     logprobs = -torch.arange(1, size + 1).view(p, 2).half() / size - 1
@@ -70,23 +66,25 @@ def knowledge(of: Positions) -> Knowledge:
 
 @cache
 def read(name: str, item: Instruction) -> list[str]:
-    """The text that has been read at each position of an answer; "?" within a character, and
-    where the next token adds nothing to it."""
+    """Return the text that has been read at each position of an answer.
+
+    It is "?" within a character, and where the next token adds no text.
+    """
     answer = item.parts[1]
     before = len(item.parts[0])
     encoder, _ = bare_encoder(TOKENIZERS[name])
     encoding = encoder.encode("".join(item.parts), add_special_tokens=False)
     offsets = [(start - before, end - before) for start, end in encoding.offsets if end > before]
-    found = []
+    parts = []
     for n in range(len(offsets) + 1):
         upto = max((end for _, end in offsets[:n]), default=0)
         whole = all(start >= upto for start, _ in offsets[n:])
-        found.append(answer[:upto] if whole else "?")
-    return found
+        parts.append(answer[:upto] if whole else "?")
+    return parts
 
 
 def texts(name: str, items: list[Instruction]) -> list[tuple[str, str, str]]:
-    """For each of all positions, the prompt, the answer and what has been read of it."""
+    """Return the prompt, the answer and the text read so far of all positions."""
     return [(i.prompt, i.answer, text) for i in items for text in read(name, i)]
 
 
@@ -96,26 +94,23 @@ def by_strings(student: list[tuple[str, str, str]], teacher: list[tuple[str, str
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_positions_line_up_with_what_is_predicted(name) -> None:
-    samples, found = encoded(name, ITEMS), positions(name, ITEMS)
-    assert found.answers == tuple(item.parts[1] for item in ITEMS)
-    assert len(found.ends) == samples.lengths.sum() == found.starts[-1]
-    assert (found.samples.dtype, found.starts.dtype, found.ends.dtype) == (
-        torch.int64, torch.int64, torch.int32,
-    )  # fmt: skip
-    words: Any = TOKENIZERS[name]
+    samples, places, decode = encoded(name, ITEMS), positions(name, ITEMS), TOKENIZERS[name].decode
+    assert places.answers == tuple(item.parts[1] for item in ITEMS)
+    assert len(places.ends) == samples.lengths.sum() == places.starts[-1]
+    dtypes = [tensor.dtype for tensor in (places.samples, places.starts, places.ends)]
+    assert dtypes == [torch.int64, torch.int64, torch.int32]
     for n, item in enumerate(ITEMS):
-        batch = samples.batch(range(n, n + 1))
-        assert batch.counted is not None
+        batch: Any = samples.batch(range(n, n + 1))
         targets = batch.ids[:, 1:][batch.counted].tolist()
-        first, last = found.starts[n : n + 2].tolist()
+        first, last = places.starts[n : n + 2].tolist()
         assert len(targets) == last - first
-        assert targets[-1] == words.eos_token_id
-        ends, answer = found.ends[first:last].tolist(), found.answers[n]
+        assert targets[-1] == TOKENIZERS[name].eos_token_id
+        ends, answer = places.ends[first:last].tolist(), places.answers[n]
         assert ends == [-1 if t == "?" else len(t) for t in read(name, item)]
         assert ends[-1] == len(answer)
         for place, end in enumerate(ends):  # independently: by what the tokens spell
             if end >= 0:
-                rest = words.decode(targets[place:-1], clean_up_tokenization_spaces=False)
+                rest = decode(targets[place:-1], clean_up_tokenization_spaces=False)
                 assert rest.strip() == answer[end:].strip()
 
 
@@ -142,44 +137,44 @@ CHANGES: dict[str, Callable[[list[Instruction]], list[Instruction]]] = {
 @pytest.mark.parametrize(("student", "teacher"), BOTH)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_counterpart_has_read_the_same_characters(student, teacher, change) -> None:
-    theirs = CHANGES[change](ITEMS)
-    mine = positions(student, ITEMS)
-    known = mine.known(knowledge(positions(teacher, theirs))).tolist()
-    assert known == [theirs.index(item) if item in theirs else -1 for item in ITEMS]
-    got = mine.by_offsets(knowledge(positions(teacher, theirs)))
-    assert got.tolist() == by_strings(texts(student, ITEMS), texts(teacher, theirs))
+    others = CHANGES[change](ITEMS)
+    own = positions(student, ITEMS)
+    known = own.known(knowledge(positions(teacher, others))).tolist()
+    assert known == [others.index(item) if item in others else -1 for item in ITEMS]
+    got = own.by_offsets(knowledge(positions(teacher, others)))
+    assert got.tolist() == by_strings(texts(student, ITEMS), texts(teacher, others))
     assert (got >= 0).any()
 
 
 @pytest.mark.parametrize(("student", "teacher"), BOTH)
 @pytest.mark.parametrize("change", ["all", "another order", "others too"])
 def test_warping_goes_over_the_text_between_positions(student, teacher, change) -> None:
-    theirs = CHANGES[change](ITEMS)
-    got = positions(student, ITEMS).by_warping(knowledge(positions(teacher, theirs)))
+    others = CHANGES[change](ITEMS)
+    got = positions(student, ITEMS).by_warping(knowledge(positions(teacher, others)))
     expected = []
-    there = texts(teacher, theirs)
+    teaching = texts(teacher, others)
     for item in ITEMS:
-        mine = read(student, item)
-        if item not in theirs:
-            expected += [-1] * len(mine)
+        parts = read(student, item)
+        if item not in others:
+            expected += [-1] * len(parts)
             continue
-        here, other = ([t for t in read(n, item) if t != "?"] for n in (student, teacher))
-        pieces = [[b[len(a) :] for a, b in pairwise(t)] for t in (here, other)]
-        found = dynamic(*pieces)
-        for text in mine:
-            place = found[here.index(text)] if text != "?" else -1
+        own, other = ([t for t in read(n, item) if t != "?"] for n in (student, teacher))
+        pieces = [[b[len(a) :] for a, b in pairwise(t)] for t in (own, other)]
+        places = dynamic(*pieces)
+        for text in parts:
+            place = places[own.index(text)] if text != "?" else -1
             key = (item.prompt, item.answer, other[place])
-            expected.append(there.index(key) if place >= 0 else -1)
+            expected.append(teaching.index(key) if place >= 0 else -1)
     assert got.tolist() == expected
 
 
 def test_a_sample_that_stands_twice_learns_twice() -> None:
     twice = [ITEMS[1], ITEMS[0], ITEMS[1]]
-    mine = positions("gpt2", twice)
-    assert first_of_each(mine.samples).tolist() == [True, True, False]
-    whole = knowledge(mine).only(first_of_each(mine.samples))
-    got = mine.by_offsets(whole)
-    first, second = got[: mine.starts[1]], got[mine.starts[2] :]
+    places = positions("gpt2", twice)
+    assert first_of_each(places.samples).tolist() == [True, True, False]
+    whole = knowledge(places).only(first_of_each(places.samples))
+    got = places.by_offsets(whole)
+    first, second = got[: places.starts[1]], got[places.starts[2] :]
     assert torch.equal(first, second)
     assert (first >= 0).all()
 
@@ -205,18 +200,17 @@ def test_only_some_samples(chosen) -> None:
 
 @pytest.mark.parametrize("chosen", [torch.tensor([5, 0, 2]), torch.tensor([False] * 6 + [True])])
 def test_positions_of_some_samples(chosen) -> None:
-    found = positions("gpt2", ITEMS)
+    places = positions("gpt2", ITEMS)
     numbers = torch.arange(7)[chosen].tolist()
-    spans = [range(*found.starts[n : n + 2].tolist()) for n in numbers]
-    assert found.of_samples(chosen).tolist() == [place for span in spans for place in span]
-    assert found.of_samples(torch.zeros(7, dtype=torch.bool)).tolist() == []
+    spans = [range(*places.starts[n : n + 2].tolist()) for n in numbers]
+    assert places.of_samples(chosen).tolist() == [place for span in spans for place in span]
+    assert places.of_samples(torch.zeros(7, dtype=torch.bool)).tolist() == []
 
 
 def test_what_was_told_is_received() -> None:
     whole = knowledge(positions("llama", ITEMS))
-    for got in (
-        Knowledge.of(whole.tensors()), Knowledge.received(whole.tensors(), VOCABULARY, TOP),
-    ):  # fmt: skip
+    received = Knowledge.received(whole.tensors(), VOCABULARY, TOP)
+    for got in (Knowledge.of(whole.tensors()), received):
         for name, tensor in whole.tensors().items():
             assert torch.equal(got.tensors()[name], tensor)
     kinds = {name: str(t.dtype).removeprefix("torch.") for name, t in whole.tensors().items()}
@@ -254,10 +248,11 @@ DAMAGE = {
     "a token too many": changed("tokens", 3, VOCABULARY),
     "a token too few": changed("tokens", 3, -2),
     "more than all": changed("lognorm", 1, 0.5),
+    "a sample twice": knowledge(positions("gpt2", [*ITEMS[:2], ITEMS[0]])).tensors(),
     **{
-        f"{what} of {name}": altered(name, how)
+        f"{change} of {name}": altered(name, how)
         for name in TOLD
-        for what, how in {
+        for change, how in {
             "one dimension more": lambda t: t[None],
             "one less": lambda t: t[0],
             "the last": lambda t: t[-1:],
@@ -270,7 +265,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_refused(damage) -> None:
-    with pytest.raises(MessageError):
+    with pytest.raises(MessageError, match=r"invalid|does not have the shape"):
         Knowledge.received(DAMAGE[damage], VOCABULARY, TOP)
 
 
@@ -279,18 +274,12 @@ def test_more_tokens_at_a_position_than_asked_for_are_refused() -> None:
         Knowledge.received(TOLD, VOCABULARY, TOP - 1)
 
 
-def test_a_teacher_that_has_read_more_than_the_answer_is_nobody_s_counterpart() -> None:
-    mine = positions("gpt2", ITEMS[:1])
-    theirs = knowledge(mine)
-    longer = replace(theirs, ends=torch.where(theirs.ends == len("the cat"), 99, theirs.ends))
-    assert (mine.by_warping(theirs) >= 0).all()
-    assert (mine.by_warping(longer) == -1).all()
-
-
-def test_a_sample_twice_is_refused() -> None:
-    tensors = knowledge(positions("gpt2", [ITEMS[0], ITEMS[1], ITEMS[0]])).tensors()
-    with pytest.raises(MessageError, match="invalid"):
-        Knowledge.received(tensors, VOCABULARY, TOP)
+def test_a_position_beyond_the_answer_has_no_counterpart() -> None:
+    places = positions("gpt2", ITEMS[:1])
+    offer = knowledge(places)
+    longer = replace(offer, ends=torch.where(offer.ends == len("the cat"), 99, offer.ends))
+    assert (places.by_warping(offer) >= 0).all()
+    assert (places.by_warping(longer) == -1).all()
 
 
 @pytest.mark.parametrize("name", TOLD)

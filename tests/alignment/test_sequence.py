@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from in_memory import edits, sentencepiece
+from in_memory import byte_level_bpe, edits, sentencepiece
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from coterie.alignment.sequence import WITHIN, dynamic, ends, keyed, matched
@@ -36,33 +36,23 @@ WORDS = st.lists(st.sampled_from([*"aetcé猫ש😀 ", "\u0301", "the ", " cat"]
 TEXTS = st.one_of(st.text(max_size=12), WORDS.map("".join))
 
 
-def byte_level_bpe() -> Tokenizer:
-    """As GPT-2's: an emoji is several tokens."""
-    found = Tokenizer(models.BPE())
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
-    found.train_from_iterator(CORPUS, trainer)
-    return found
-
-
 def wordpiece() -> Tokenizer:
-    """As BERT's: spaces, capitals and accents are lost."""
-    found = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    found.normalizer = normalizers.BertNormalizer()
-    found.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=90, special_tokens=["[UNK]"], show_progress=False
-    )
-    found.train_from_iterator(CORPUS, trainer)
-    return found
+    """Train a tokenizer like BERT's, which loses spaces, capitals and accents."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[UNK]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=90, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
 
 
-TOKENIZERS = {"bytes": byte_level_bpe(), "pieces": sentencepiece(CORPUS, 330), "words": wordpiece()}
+TOKENIZERS = {"bytes": byte_level_bpe(CORPUS, 320), "pieces": sentencepiece(CORPUS, 330)}
+TOKENIZERS["words"] = wordpiece()
 
 
 def read(name: str, text: str) -> list[int]:
-    """Characters read at each position, by decoding what has been read; WITHIN if it cannot be.
+    """Return the number of characters read at each position by decoding, or WITHIN.
 
     The space that SentencePiece puts first counts as a part of the first character.
     """
@@ -74,37 +64,37 @@ def read(name: str, text: str) -> list[int]:
         for t in encoding.tokens
     ]
     dummy = int(name == "pieces")
-    found = [0]
+    counts = [0]
     for n in range(1, len(parts) + 1):
         try:
             count = len(b"".join(parts[:n]).decode()) - dummy
         except UnicodeDecodeError:
             count = WITHIN
-        found.append(count or WITHIN)
-    return found
+        counts.append(count or WITHIN)
+    return counts
 
 
 def covered(offsets: list[tuple[int, int]]) -> list[int]:
-    """The same by offsets: no later token begins before what has been read, or adds nothing."""
-    found = []
+    """Compute the result of `read` from offsets.
+
+    A position is whole if no later token begins before its end, and the next one adds text.
+    """
+    counts = []
     for n in range(len(offsets) + 1):
         upto = max((end for _, end in offsets[:n]), default=0)
         whole = all(start >= upto and end > upto for start, end in offsets[n:])
-        found.append(upto if whole else WITHIN)
-    return found
+        counts.append(upto if whole else WITHIN)
+    return counts
 
 
 def pairs(student: list[int], teacher: list[int]) -> list[int]:
-    """For each position, by trying all, that of the teacher at which the same has been read."""
-    return [
-        next((j for j, there in enumerate(teacher) if here == there != WITHIN), -1)
-        for here in student
-    ]
+    """Find for each position the teacher's position with the same end, by trying all."""
+    return [next((j for j, t in enumerate(teacher) if s == t != WITHIN), -1) for s in student]
 
 
 def compare(text: str) -> None:
-    found = {name: ends(t.encode(text).offsets) for name, t in TOKENIZERS.items()}
-    for name, positions in found.items():
+    ends_of = {name: ends(t.encode(text).offsets) for name, t in TOKENIZERS.items()}
+    for name, positions in ends_of.items():
         assert positions == read(name, text), name
         whole = [end for end in positions if end != WITHIN]
         assert whole == sorted(set(whole))
@@ -115,7 +105,7 @@ def compare(text: str) -> None:
         assert matched(torch.tensor(positions), torch.tensor(positions)).tolist() == own
     for student in TOKENIZERS:
         for teacher in TOKENIZERS:
-            got = matched(torch.tensor(found[student]), torch.tensor(found[teacher])).tolist()
+            got = matched(torch.tensor(ends_of[student]), torch.tensor(ends_of[teacher])).tolist()
             assert got == pairs(read(student, text), read(teacher, text)), (student, teacher)
 
 
@@ -134,10 +124,7 @@ OFFSETS: dict[str, tuple[list[tuple[int, int]], list[int]]] = {
     "four bytes of an emoji": ([(0, 1), *[(1, 2)] * 4, (2, 3)], [0, 1, *[WITHIN] * 3, 2, 3]),
     "the last of equal ends": ([(0, 0), (0, 2), (2, 2), (2, 3)], [WITHIN, 0, WITHIN, 2, 3]),
     "nothing": ([], [0]),
-    "tokens that end within characters": (
-        [(0, 2), (1, 2), (2, 4), (3, 5)],
-        [0, WITHIN, 2, WITHIN, 5],
-    ),
+    "ends within characters": ([(0, 2), (1, 2), (2, 4), (3, 5)], [0, WITHIN, 2, WITHIN, 5]),
 }
 
 
@@ -169,7 +156,7 @@ LISTS = st.lists(st.lists(st.integers(-1, 3), min_size=1, max_size=5), min_size=
 @given(LISTS, st.data())
 @settings(max_examples=150, deadline=None)
 def test_keys_keep_texts_apart(texts, data) -> None:
-    """Equal numbers are those of equal ends of a text with one key."""
+    # Two numbers are equal if and only if texts with one key end at the same character.
     known = st.sampled_from([-1, 0, 1, 5, 2**31 - 1])
     keys = data.draw(st.lists(known, min_size=len(texts), max_size=len(texts)))
     starts = torch.tensor([0, *map(len, texts)]).cumsum(0)
@@ -183,7 +170,7 @@ def test_keys_keep_texts_apart(texts, data) -> None:
 
 
 def warpings(i: int, j: int) -> Iterator[tuple[tuple[int, ...], list[tuple[int, int]]]]:
-    """All monotone ways from the pair (i, j) back to (1, 1): the steps taken, and the pairs."""
+    """Yield all monotone ways from the pair (i, j) back to (1, 1): the steps and the pairs."""
     if i == j == 1:
         yield (), [(1, 1)]
     for number, (a, b) in enumerate([(i - 1, j - 1), (i - 1, j), (i, j - 1)]):
@@ -193,14 +180,16 @@ def warpings(i: int, j: int) -> Iterator[tuple[tuple[int, ...], list[tuple[int, 
 
 
 def enumerated(student: list[str], teacher: list[str]) -> list[int]:
-    """Of all warpings the cheapest; of those, the one that takes the diagonal first, then steps
-    of the student."""
+    """Return the cheapest warping of all.
+
+    Of equally cheap ones, it is the one that takes the diagonal first, then steps of the student.
+    """
     cost = {}
     for steps, cells in warpings(len(student), len(teacher)):
         cost[sum(edits(student[i - 1], teacher[j - 1]) for i, j in cells), steps] = cells
     _, cells = min(cost.items())
     partners = [[j for i, j in cells if i == n] for n in range(1, len(student) + 1)]
-    return [0, *(found[0] if len(found) == 1 else -1 for found in partners)]
+    return [0, *(places[0] if len(places) == 1 else -1 for places in partners)]
 
 
 PIECES = st.lists(st.sampled_from(["a", "b", "ab", "abc", "", "é"]), min_size=1, max_size=5)

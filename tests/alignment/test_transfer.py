@@ -24,7 +24,7 @@ def dense(probs: SoftTargets) -> Tensor:
 
 @st.composite
 def rows(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probabilities of a few positions, the likeliest first, -1 for none."""
+    """Draw tokens and log-probabilities of a few positions, the likeliest first, -1 for none."""
     k = draw(st.integers(1, 6))
     tokens, logprobs = [], []
     for _ in range(draw(st.integers(1, 4))):
@@ -54,9 +54,8 @@ def test_predictions_are_those_of_a_dictionary(given_rows, ids, temperature) -> 
     lognorm = logprobs.logsumexp(-1)
     map_ids = torch.tensor(ids, dtype=torch.int32)
     got = translated(tokens, logprobs, lognorm, map_ids, temperature)
-    assert (got.tokens.dtype, got.probs.dtype, got.mass.dtype) == (
-        torch.int64, torch.float32, torch.float32,
-    )  # fmt: skip
+    dtypes = [tensor.dtype for tensor in (got.tokens, got.probs, got.mass)]
+    assert dtypes == [torch.int64, torch.float32, torch.float32]
     assert got.tokens.shape == got.probs.shape == tokens.shape
     assert ((got.tokens >= 0) & (got.tokens < STUDENT)).all()
     for row in range(len(tokens)):
@@ -80,7 +79,7 @@ def test_the_identity_changes_nothing(given_rows) -> None:
 
 
 def test_the_likelier_of_two_that_become_one_is_kept() -> None:
-    """Tokens 4 and 7 both become 1; token 2 becomes nothing."""
+    # Tokens 4 and 7 both become 1; token 2 has no counterpart.
     ids = torch.tensor([-1, -1, -1, 0, 1, -1, -1, 1, -1], dtype=torch.int32)
     probabilities = torch.tensor([[0.4, 0.3, 0.2, 0.05]])
     tokens = torch.tensor([[4, 2, 7, 3]], dtype=torch.int32)

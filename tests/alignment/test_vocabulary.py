@@ -1,11 +1,10 @@
 """Each family's tokens as bytes, from tokenizers in memory."""
 
 import random
-from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from tokenizers.trainers import BpeTrainer
+from in_memory import byte_level_bpe
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from coterie.alignment import Vocabulary
@@ -17,30 +16,20 @@ WILD = "the hat,  the naïve cat — 東京!\n\tof 🦉"
 
 
 def byte_level() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer: Any = BpeTrainer(
-        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"]
-    )
-    tokenizer.train_from_iterator(TEXT, trainer)
-    return tokenizer
+    return byte_level_bpe(TEXT, 300, "<|endoftext|>")
 
 
 def llama() -> Tokenizer:
-    """SentencePiece's style: U+2581 for spaces, and 256 tokens for bytes."""
+    """Return a tokenizer in SentencePiece's style: U+2581 for spaces, and 256 byte tokens."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "t", "h", "e", "▁t", "▁th", "▁the", "he", "A", "ï"]
     merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("h", "e")]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>")
-    )
+    model = models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>")
+    tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(parts)
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     return tokenizer
 
@@ -51,8 +40,8 @@ def test_a_texts_tokens_spell_the_text(make) -> None:
     tokens = Vocabulary.of(tokenizer).tokens
     assert len(tokens) == tokenizer.get_vocab_size()
     for text in (*TEXT, WILD, "", " ", "<0x0A", "ÃÂ"):
-        found = [tokens[i] for i in tokenizer.encode(text).ids]
-        assert b"".join(token for token in found if token is not None) == text.encode()
+        spelt = [tokens[i] for i in tokenizer.encode(text).ids]
+        assert b"".join(token for token in spelt if token is not None) == text.encode()
 
 
 def test_the_embedded_base_spells_any_bytes() -> None:
@@ -64,8 +53,8 @@ def test_the_embedded_base_spells_any_bytes() -> None:
     assert vocabulary.tokens[vocabulary.roles["eos"]] is None
     chance = random.Random(0)
     text = "".join(chr(chance.choice([32, 65, 0x0A, 0xE9, 0x6771, 0x1F989])) for _ in range(300))
-    found = [vocabulary.tokens[i] for i in tokenizer.encode(text)]
-    assert b"".join(token for token in found if token is not None) == text.encode()
+    spelt = [vocabulary.tokens[i] for i in tokenizer.encode(text)]
+    assert b"".join(token for token in spelt if token is not None) == text.encode()
 
 
 def test_special_tokens_have_no_bytes_and_added_words_their_own() -> None:
@@ -90,9 +79,8 @@ def test_byte_tokens_count_only_for_bytes_without_a_token_of_their_own() -> None
 
 
 def test_metaspace_decoders_without_byte_tokens() -> None:
-    tokenizer = Tokenizer(
-        models.Unigram([("<unk>", 0.0), ("▁a", -1.0), ("<0x0A>", -2.0)], unk_id=0)
-    )
+    scores = [("<unk>", 0.0), ("▁a", -1.0), ("<0x0A>", -2.0)]
+    tokenizer = Tokenizer(models.Unigram(scores, unk_id=0))
     tokenizer.decoder = decoders.Metaspace()
     assert Vocabulary.of(tokenizer).tokens == (b"<unk>", b" a", b"<0x0A>")
 
@@ -115,9 +103,8 @@ def test_without_a_decoder_tokens_are_text() -> None:
 
 
 def test_the_roles_are_those_that_a_transformers_tokenizer_gives() -> None:
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=llama(), bos_token="<s>", eos_token="</s>", pad_token="</s>"
-    )
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=llama(), **special)
     vocabulary = Vocabulary.of(tokenizer)
     assert vocabulary.roles == {"bos": 1, "eos": 2, "pad": 2}
     assert vocabulary.tokens[:3] == (None, None, None)

@@ -54,11 +54,9 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path) -> None:
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-        with pytest.raises(
-            CoterieError, match="the file is damaged or has a different format"
-        ) as said:
+        with pytest.raises(CoterieError, match="damaged or has a different format") as refusal:
             read_vocabulary(tmp_path / name)
-        assert str(tmp_path / name) in str(said.value)
+        assert str(tmp_path / name) in str(refusal.value)
 
 
 def test_other_formats_are_refused_in_a_sentence_that_says_what_to_do(tmp_path) -> None:
@@ -66,12 +64,12 @@ def test_other_formats_are_refused_in_a_sentence_that_says_what_to_do(tmp_path) 
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tokenizer.model").write_bytes(b"neither SentencePiece nor tiktoken")
     (tmp_path / "empty").mkdir()
-    for place, said in (
+    for place, words in (
         ("some.tiktoken", r"some\.tiktoken is not a tokenizer\.json or a vocab\.json"),
         ("model", "No tokenizer could be read from .*model"),
         ("empty", "No tokenizer could be read from .*empty"),
     ):
-        with pytest.raises(CoterieError, match=said + "; download the tokenizer.json"):
+        with pytest.raises(CoterieError, match=words + "; download the tokenizer.json"):
             read_vocabulary(tmp_path / place)
 
 

@@ -23,31 +23,29 @@ from coterie.alignment.summary import readable, summarise, worst
 from coterie.errors import CoterieError
 
 # Few different bytes, so that tokens come near one another and ties abound.
-TOKENS = st.one_of(
-    st.none(), st.text(alphabet="ab\xff\x00", max_size=7).map(lambda t: t.encode("latin-1"))
-)
+BYTES = st.text(alphabet="ab\xff\x00", max_size=7).map(lambda t: t.encode("latin-1"))
+TOKENS = st.one_of(st.none(), BYTES)
 VOCABULARIES = st.lists(TOKENS, max_size=14).map(lambda tokens: Vocabulary(tuple(tokens), {}))
 
 
 def naive(source: Vocabulary, target: Vocabulary) -> tuple[list[int], list[int]]:
-    """Every token against every other; ties as the map's docstring says."""
+    """Compare all tokens with all others; break ties as the map's docstring describes."""
     ids, distances = [], []
     for token in source.tokens:
-        found = [
+        candidates = [
             (edits(token, other), other, i)
             for i, other in enumerate(target.tokens)
             if token is not None and other is not None
         ]
-        distance, _, i = min(found, default=(-1, b"", -1))
+        distance, _, i = min(candidates, default=(-1, b"", -1))
         ids.append(i)
         distances.append(distance)
     return ids, distances
 
 
-def same(found: VocabularyMap, expected: tuple[list[int], list[int]]) -> None:
-    assert (found.ids.dtype, found.distances.dtype) == (torch.int32, torch.int16)
-    assert found.distances.tolist() == expected[1]
-    assert found.ids.tolist() == expected[0]
+def same(actual: VocabularyMap, expected: tuple[list[int], list[int]]) -> None:
+    assert (actual.ids.dtype, actual.distances.dtype) == (torch.int32, torch.int16)
+    assert (actual.ids.tolist(), actual.distances.tolist()) == expected
 
 
 @given(VOCABULARIES, VOCABULARIES)
@@ -73,7 +71,7 @@ def test_memory_in_small_blocks_gives_the_same(monkeypatch) -> None:
 
 
 def test_long_tokens(vocabulary) -> None:
-    """Their distances do not fit into a byte."""
+    # The distances of long tokens do not fit into a byte.
     source = vocabulary(b"a" * 700, b"b" * 255, b"c" * 256)
     target = vocabulary(b"x", b"a" * 10, b"b", b"c" * 600)
     same(vocabulary_map(source, target), ([1, 2, 1], [690, 254, 256]))
@@ -87,8 +85,7 @@ def test_ties_go_to_the_smallest_bytes_then_the_smallest_id(vocabulary) -> None:
 
 def test_special_tokens_by_role(vocabulary) -> None:
     full = vocabulary(None, None, None, None, b"x", bos=0, eos=1, unk=2, pad=3)
-    only_eos = vocabulary(b"x", None, eos=1)
-    only_bos = vocabulary(b"x", None, bos=1)
+    only_eos, only_bos = vocabulary(b"x", None, eos=1), vocabulary(b"x", None, bos=1)
     none = vocabulary(b"y", None)
     several = vocabulary(None, bos=0, eos=0, unk=0, pad=0)
     for source, target, ids, distances in (
@@ -111,24 +108,22 @@ def test_nothing_to_map_to(vocabulary) -> None:
 
 def test_the_embedded_vocabulary_maps_to_itself() -> None:
     own = read_vocabulary("tiny-gpt2")
-    found = vocabulary_map(own, own)
     first = {token: i for i, token in reversed(list(enumerate(own.tokens))) if token is not None}
     expected = [i if t is None else first[t] for i, t in enumerate(own.tokens)]
-    assert found.ids.tolist() == expected
-    assert set(found.distances.tolist()) == {0}
+    same(vocabulary_map(own, own), (expected, [0] * len(expected)))
 
 
 def test_figures_of_a_map(vocabulary) -> None:
     source = vocabulary(b"a", b"bb", b"cccc", b"ddddddd", None, b"", eos=4)
     target = vocabulary(b"a", None, eos=1)
-    found = vocabulary_map(source, target)
-    assert found.distances.tolist() == [0, 2, 4, 7, 0, 1]
-    figures = summarise(source, found)
+    mapped = vocabulary_map(source, target)
+    assert mapped.distances.tolist() == [0, 2, 4, 7, 0, 1]
+    figures = summarise(source, mapped)
     assert (figures.tokens, figures.histogram) == (5, (1, 1, 1, 0, 2))
     assert figures.exact == pytest.approx(1 / 5)
     assert figures.mean == pytest.approx(14 / 5)
-    assert worst(source, found, 3) == [3, 2, 1]
-    assert worst(source, found, 99) == [3, 2, 1, 5]
+    assert worst(source, mapped, 3) == [3, 2, 1]
+    assert worst(source, mapped, 99) == [3, 2, 1, 5]
     assert readable(b' "\\\n\xff' + "é\u2060".encode()) == '" "\\\\\\n\\xffé\\u2060"'
 
 
@@ -139,22 +134,21 @@ def cache(monkeypatch, tmp_path) -> Path:
 
 
 def counted(monkeypatch) -> list[int]:
-    """Grows by one with each map that is not found in the cache."""
-    found: list[int] = []
+    """Return a list that grows by one with each map that is not in the cache."""
+    computed: list[int] = []
 
     def count(source: Vocabulary, target: Vocabulary) -> VocabularyMap:
-        found.append(1)
+        computed.append(1)
         return vocabulary_map(source, target)
 
     monkeypatch.setattr("coterie.alignment.cache.vocabulary_map", count)
-    return found
+    return computed
 
 
 def test_a_map_is_found_once(cache, monkeypatch, vocabulary) -> None:
     made = counted(monkeypatch)
     source, target = vocabulary(b"a", b"bcd", None, eos=2), vocabulary(b"bc", None, eos=1)
-    first = cached_map(source, target)
-    again = cached_map(source, target)
+    first, again = (cached_map(source, target) for _ in range(2))
     assert len(made) == 1
     same(again, (first.ids.tolist(), first.distances.tolist()))
     cached_map(target, source)  # another map
@@ -224,20 +218,20 @@ def test_a_cache_that_cannot_be_used_is_gone_without(monkeypatch, tmp_path, voca
 @pytest.mark.slow
 @pytest.mark.skipif(not REAL.exists(), reason="the real tokenizers are not here")
 def test_real_maps_are_exact() -> None:
-    """Some tokens of each, drawn at random, against every token of the other."""
+    # Some random tokens of each vocabulary are compared with all tokens of the other.
     own = {name: real_vocabulary(name) for name in ("gpt2", "llama2", "qwen")}
     chance = torch.Generator().manual_seed(0)
     for name, source in own.items():
         drawn = torch.randperm(len(source.tokens), generator=chance)[:300].tolist()
         some = Vocabulary(tuple(source.tokens[i] for i in drawn), {})
         for other in own.keys() - {name}:
-            found = vocabulary_map(some, own[other])
+            mapped = vocabulary_map(some, own[other])
             words = [(token, i) for i, token in enumerate(own[other].tokens) if token is not None]
             for n in range(3):
                 token = some.tokens[n]
                 if token is not None:
                     best = min((edits(token, word), word, i) for word, i in words)
-                    assert (found.distances[n], found.ids[n]) == (best[0], best[2])
+                    assert (mapped.distances[n], mapped.ids[n]) == (best[0], best[2])
         itself = vocabulary_map(source, source)
         ordinary = [i for i, token in enumerate(source.tokens) if token is not None]
         assert itself.ids[ordinary].tolist() == ordinary  # none is there twice

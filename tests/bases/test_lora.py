@@ -135,7 +135,10 @@ def a_of(layer: int) -> str:
         (lambda f, b: write_lora(f, b, use_dora=True), "more than plain LoRA .use_dora: True"),
         (lambda f, b: write_lora(f, b, modules_to_save=["lm_head"]), "LoRA .modules_to_save"),
         (lambda f, b: write_lora(f, b, bias="all"), "more than plain LoRA .bias: 'all'"),
-        (lambda f, b: write_lora(f, b, init_lora_weights="pissa"), "LoRA .init_lora_weights: 'pis"),
+        (
+            lambda f, b: write_lora(f, b, init_lora_weights="pissa"),
+            "LoRA .init_lora_weights: 'pissa'",
+        ),
         (
             lambda f, b: rewrite(f, b, lambda w: w.update({a_of(7): torch.zeros(4, 32)})),
             r"does not fit the base .*layers\.7\.self_attn\.q_proj\.lora_A",

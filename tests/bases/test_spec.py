@@ -56,7 +56,8 @@ def test_what_is_no_base_is_said_in_a_sentence(base, message) -> None:
 )
 def test_bf16_weights_contradict_training_in_fp32(bases) -> None:
     assert parse({**CLIENTS, **bases})
-    with pytest.raises(CoterieError, match=r": fp32` contradicts `weights: bf16` of a base"):
+    refusal = r"precision: fp32` contradicts `weights: bf16` of a base"
+    with pytest.raises(CoterieError, match=refusal):
         parse({**CLIENTS, **bases, "training": {"precision": "fp32"}})
 
 

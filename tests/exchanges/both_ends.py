@@ -7,6 +7,7 @@ from tempfile import gettempdir
 from typing import Any
 
 import torch
+from turns import nth
 
 from coterie.exchanges.codec import ClientTransforms, ServerTransforms
 from coterie.exchanges.exchange import Exchange
@@ -24,9 +25,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "transforms"
 
 
 def example(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -38,7 +37,7 @@ UNBOUNDED = AggregationSpec(largest_change=None, largest_norm=None, largest_weig
 def exchange_of(
     schema: Schema, *transforms: Transform, rules: AggregationSpec = UNBOUNDED, exchanges: int = 4
 ) -> Exchange:
-    """The uploads of a run without clients."""
+    """Return an exchange of a run without clients."""
     weighted = rules.weights == "tokens" and bool(schema.averaged)
     pipeline = Pipeline(transforms, schema, exchanges, weighted=weighted)
     return Exchange(Path(gettempdir()), pipeline, schema, rules, strict=True)
@@ -61,9 +60,7 @@ class Ends:
         self.server.begin(turn, self.clients if clients is None else clients)
         return turn
 
-    def down(
-        self, number: int, message: Message, phase: str = TRAIN, clients: Any = None
-    ) -> dict[str, Message]:
+    def down(self, number: int, message: Message, phase: str = TRAIN, clients: Any = None) -> Any:
         turn = self.begin(number, phase, clients)
         return {
             name: client.receive(self.wire("down", self.server.download(name, message)), turn)
@@ -73,15 +70,10 @@ class Ends:
     def up(self, number: int, uploads: dict[str, Message], before: Message) -> dict[str, Message]:
         decoded = {}
         for name, message in uploads.items():
-            arrived = self.wire("up", self.clients[name].send(message, turn_of(number)))
+            arrived = self.wire("up", self.clients[name].send(message, nth(number)))
             decoded[name] = self.server.upload(name, arrived, before)
         self.server.commit(uploads)
         return decoded
-
-
-def turn_of(number: int) -> Turn:
-    """The turn of an exchange without other phases."""
-    return Turn(number, number, number)
 
 
 def adapter(seed: int, size: int = 6) -> Message:

@@ -1,4 +1,4 @@
-"""What a round makes of uploads of different sizes."""
+"""Bounds of uploads of different sizes in one exchange."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ from coterie.transforms.context import Memory
 
 CHANCE = torch.Generator().manual_seed(0)
 START: Groups = {"adapter": {"A": torch.randn(8, 64, generator=CHANCE), "B": torch.zeros(64, 8)}}
-"""What everybody received: A is large, B is zero."""
+"""The download of all clients: A is large, and B is zero."""
 STEP = {n: 0.01 * torch.randn(t.shape, generator=CHANCE) for n, t in START["adapter"].items()}
 SCHEMA = Schema(
     up=(Field("adapter", "pairs", reduce="mean"), Field("logits", "predictions")),
@@ -33,7 +33,7 @@ SCHEMA = Schema(
 
 
 def trained(times: float = 1.0, seed: int = 0) -> Message:
-    """An upload whose change has `times` the size of others'."""
+    """Return an upload whose change is `times` as large as the others'."""
     return moved({n: times * t for n, t in plus_noise(0.002, seed, STEP).items()})
 
 
@@ -90,7 +90,7 @@ def test_medians_of_others_are_medians_without_one_row(clients: int) -> None:
     ],
 )
 def test_a_change_against_the_others_has_two_thirds_of_the_bound(by, others, excluded) -> None:
-    """With two others, nobody can tell who points against whom."""
+    # With two others, it is undecidable which change points against the others.
     uploads = [*(trained(seed=n) for n in range(others)), trained(by, seed=others)]
     refused, _ = bounds(uploads)
     assert [*refused] == (["abcdefg"[others]] if excluded else [])
@@ -100,7 +100,7 @@ def test_a_change_against_the_others_has_two_thirds_of_the_bound(by, others, exc
 
 @pytest.mark.parametrize(("honest", "hostile"), [(3, 1), (4, 1), (5, 2), (7, 3)])
 def test_only_hostile_clients_point_against_the_others(honest: int, hostile: int) -> None:
-    """Compared with the sum of the others, an honest client would look as bad as a hostile one."""
+    # In a comparison with the sum of the others, an honest client would look hostile, too.
     common, chance = torch.randn(2000), torch.Generator().manual_seed(honest)
     measures, start = {}, {"adapter": {"A": torch.zeros(2000)}}
     for i in range(honest + hostile):
@@ -147,7 +147,7 @@ def test_a_half_that_shrinks_its_changes_excludes_nobody(small: float, clients: 
 
 def test_a_half_that_shrinks_its_uploads_is_scaled_to_the_others_changes() -> None:
     good = [trained(seed=n) for n in range(2)]
-    excluded, limits = bounds([*good, *(times(one, 0.05) for one in good)])
+    excluded, limits = bounds([*good, *(times(upload, 0.05) for upload in good)])
     assert not excluded
     assert [*limits] == ["c", "d"]
     shrunk = bounded("c", times(good[0], 0.05), START, limits["c"])
@@ -224,7 +224,7 @@ def test_figures_have_the_ratio_and_the_cosine_to_the_others() -> None:
 @pytest.mark.parametrize("counts", [(16, 16, 16, 3), (3, 3, 3, 48), (4, 16, 64, 64)])
 @pytest.mark.parametrize("grows", [True, False])
 def test_clients_of_different_ranks_are_no_outliers(counts: tuple[int, ...], grows: bool) -> None:
-    """Whether norms grow with the number of parameters, as AdamW's do, or not."""
+    # Norms may grow with the number of parameters, as with AdamW, or not.
     start: Groups = {"adapter": {"A": torch.zeros(64, 8)}}
     sizes = [(count, 1.0 if grows else count**-0.5) for count in counts]
     uploads = [Message(0, {"adapter": {"A": torch.full((n, 8), x)}}) for n, x in sizes]

@@ -36,9 +36,7 @@ def take(running: Exchange, number: int, sizes: Mapping[str, float], count: int 
     return set(running.refused)
 
 
-def exchange(
-    running: Exchange, number: int, sizes: Mapping[str, float], count: int = 64
-) -> set[str]:
+def exchange(running: Exchange, number: int, sizes: dict[str, float], count: int = 64) -> set[str]:
     """Take changes as `take` does, and end the exchange."""
     refused = take(running, number, sizes, count)
     running.transforms.commit(running.counted)
@@ -50,7 +48,7 @@ def change_of(running: Exchange, client: str) -> float:
     return float(running._stored(client).read()["p"]["w"].norm())
 
 
-def excluded(*rounds: Mapping[str, float]) -> list[set[str]]:
+def excluded(*rounds: dict[str, float]) -> list[set[str]]:
     running = server()
     return [exchange(running, number, sizes) for number, sizes in enumerate(rounds)]
 
@@ -59,7 +57,7 @@ LEARNT = [1.69, 1.25, 0.63, 0.31, 0.15, 0.07, 0.03]
 """Sizes of the changes of clients that have soon learnt all that their text teaches: preferences
 for short answers, measured with CoMiGS-1G1S."""
 LEARNS = [1.38, 1.05, 0.98, 0.72, 0.60, 0.50, 0.40]
-"""The same with preferences for long answers, which take longer."""
+"""The run with preferences for long answers, which takes longer."""
 
 
 def rounds_of(learners: str) -> list[dict[str, float]]:
@@ -95,7 +93,7 @@ def test_a_change_cannot_grow_from_round_to_round() -> None:
 
 
 def test_changes_of_fewer_parameters_are_compared_with_one_another() -> None:
-    """A method that trains more parameters in every second round."""
+    # The method trains more parameters in every second round.
     running = server()
     for number, size in enumerate([8.0, 1.0, 8.0, 1.0]):
         hostile = 2.0 if number == 0 else 4.0  # within the bound at first

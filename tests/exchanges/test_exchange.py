@@ -68,7 +68,7 @@ def test_an_upload_is_decoded_once(method, started) -> None:
 
 @pytest.mark.parametrize("method", ["fedavg", "fedalt"])
 def test_a_repeated_aggregation_ends_in_the_state_of_one(method, started) -> None:
-    """A client is asked for its upload again; the others' uploads wait."""
+    # One client is asked for its upload again; the others' uploads are kept.
     states: list[bytes] = []
     for repeats in (False, True):
         local = started(method)
@@ -101,9 +101,7 @@ def test_a_repeated_aggregation_ends_in_the_state_of_one(method, started) -> Non
         ("fedlease", 1),  # after its first exchange, no client is without a cluster
     ],
 )
-def test_a_server_reads_each_upload_as_often_as_its_algorithm_needs(
-    method, reads, config, monkeypatch
-) -> None:
+def test_a_server_reads_uploads_as_often_as_needed(method, reads, config, monkeypatch) -> None:
     local = joined(config(method=METHODS[method], training=FAST, rounds=2))
     one_round(local, 0)
     names, counts = sorted(local.clients), Counter[str]()
@@ -120,7 +118,7 @@ def test_a_server_reads_each_upload_as_often_as_its_algorithm_needs(
 
 
 def test_an_upload_that_cannot_be_stored_is_not_the_clients_fault(config, monkeypatch) -> None:
-    """The server has no room; a client that is excluded would not be asked again."""
+    # The server's disk is full; a client that is excluded would not be asked again.
     local = joined(config(method="fedavg", training=FAST))
     local.exchange.strict = False
     names = sorted(local.clients)
@@ -140,7 +138,7 @@ def test_an_upload_that_cannot_be_stored_is_not_the_clients_fault(config, monkey
 
 
 def test_a_server_that_is_restored_waits_for_the_next_turn(config, tmp_path) -> None:
-    """Its transforms would otherwise encode the result as the download of the first turn."""
+    # Its transforms would otherwise encode the result as the download of the first turn.
     run = config(method="fedavg", training=FAST, rounds=2)
     folder, session = RunFolder(coterie.run(run, out=tmp_path / "run").path), Session(run)
     again = local_run(run, session.base, session.participants(run), folder)

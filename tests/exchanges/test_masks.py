@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from both_ends import Ends, a, adapter, example, turn_of
+from both_ends import Ends, a, adapter, example
+from turns import nth
 
 from coterie.errors import CoterieError
 from coterie.messages import Message, MessageError
@@ -19,7 +20,7 @@ def masked() -> Ends:
     assert ends.pipeline.stages[0].transform.before == ("keys",)
     ends.down(0, Message(), "keys")
     for name, client in ends.clients.items():
-        ends.server.collect(name, client.answer(replace(turn_of(0), phase="keys")))
+        ends.server.collect(name, client.answer(replace(nth(0), phase="keys")))
     ends.server.commit(ends.clients)
     return ends
 
@@ -33,7 +34,7 @@ def unmask(ends: Ends, names: Iterable[str]) -> None:
     """Let the clients whose uploads have arrived reveal masks."""
     ends.down(2, Message(), "unmask", names)
     for name in names:
-        answer = ends.clients[name].answer(replace(turn_of(2), phase="unmask"))
+        answer = ends.clients[name].answer(replace(nth(2), phase="unmask"))
         ends.server.collect(name, answer)
 
 
@@ -67,7 +68,7 @@ def test_invalid_answers_are_refused(masked) -> None:
 
 
 def test_a_repeated_exchange_has_new_masks(masked) -> None:
-    """With the masks of the first attempt, the difference of the uploads would be visible."""
+    # With the masks of the first attempt, the difference of the uploads would be visible.
     states = {name: client.state() for name, client in masked.clients.items()}
     attempts: list[torch.Tensor] = []
     updates = adapter(1), adapter(2)
@@ -75,32 +76,32 @@ def test_a_repeated_exchange_has_new_masks(masked) -> None:
         for name, client in masked.clients.items():
             client.restore(states[name])
         masked.down(1, adapter(0))
-        attempts.append(a(masked.clients["c0"].send(update, turn_of(1))))
+        attempts.append(a(masked.clients["c0"].send(update, nth(1))))
     plain = on_grid(updates[1]) - on_grid(updates[0])
     assert ((attempts[1] - attempts[0] - plain).abs() > 2**40).all()
 
 
 def test_no_server_gets_two_uploads_with_the_same_masks(masked) -> None:
-    """A hostile server repeats its nonce, or leaves peers out; the client may have been undone."""
+    # A hostile server repeats its nonce, or leaves peers out; the client may have been restored.
     client, states = masked.clients["c0"], masked.clients["c0"].state()
     masked.down(1, adapter(0))
     download = masked.server.download("c0", adapter(0))
-    first = client.send(adapter(1), turn_of(1))
-    assert torch.equal(a(client.send(adapter(1), turn_of(1))), a(first))  # an exact repetition
+    first = client.send(adapter(1), nth(1))
+    assert torch.equal(a(client.send(adapter(1), nth(1))), a(first))  # an exact repetition
     value = download.values["masked_sum"]
     fewer = {**value, "keys": {n: key for n, key in value["keys"].items() if n != "c2"}}
     for sent, update in ((value, adapter(2)), (fewer, adapter(1)), (fewer, adapter(2))):
         client.restore(states)
-        client.receive(replace(download, values={"masked_sum": sent}), turn_of(1))
+        client.receive(replace(download, values={"masked_sum": sent}), nth(1))
         with pytest.raises(CoterieError, match="another upload with masks that are used up"):
-            client.send(update, turn_of(1))
+            client.send(update, nth(1))
 
 
 def test_no_client_reveals_the_masks_of_a_single_upload(masked) -> None:
-    """A hostile server asks for a client's own mask, and for those that it shares with all."""
-    client, turn = masked.clients["c0"], replace(turn_of(2), phase="unmask")
+    # A hostile server asks for a client's own mask, and for those that it shares with all.
+    client, turn = masked.clients["c0"], replace(nth(2), phase="unmask")
     masked.down(1, adapter(0))
-    client.send(adapter(1), turn_of(1))
+    client.send(adapter(1), nth(1))
 
     def asked(*names: str) -> Message:
         client.receive(Message(values={"masked_sum": [*names]}), turn)

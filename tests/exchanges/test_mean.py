@@ -65,7 +65,7 @@ def upload(seed: int = 0, **values: Any) -> Message:
 
 
 def naive(contributions: list[Contribution]) -> dict[tuple[str, str], Tensor]:
-    """By group and name: the weighted mean over those who hold the tensor."""
+    """Return the weighted mean over the clients that have a tensor, by group and name."""
     tensors = [{"/".join(k): t for k, t in flat(each.groups).items()} for each in contributions]
     means = mean_of(tensors, [each.weight for each in contributions])
     return {(name[0], name[2:]): mean for name, mean in means.items()}
@@ -76,8 +76,7 @@ def flat(groups: Groups) -> dict[tuple[str, str], Tensor]:
 
 
 HELD = st.dictionaries(
-    st.sampled_from("gh"),
-    st.dictionaries(st.sampled_from("xyz"), st.just((2, 3)), max_size=3),
+    st.sampled_from("gh"), st.dictionaries(st.sampled_from("xyz"), st.just((2, 3)), max_size=3)
 )
 
 
@@ -88,10 +87,10 @@ def test_each_tensor_is_averaged_over_those_who_hold_it(clients, seed) -> None:
         Contribution(f"client {i}", drawn(held, chance), weight)
         for i, (held, weight) in enumerate(clients)
     ]
-    before = [{key: t.clone() for key, t in flat(one.groups).items()} for one in contributions]
-    found, expected = flat(weighted_mean(iter(contributions))), naive(contributions)
-    assert found.keys() == expected.keys()
-    for key, mean in found.items():
+    before = [{key: t.clone() for key, t in flat(c.groups).items()} for c in contributions]
+    means, expected = flat(weighted_mean(iter(contributions))), naive(contributions)
+    assert means.keys() == expected.keys()
+    for key, mean in means.items():
         assert mean.dtype == torch.float32
         torch.testing.assert_close(mean.double(), expected[key], rtol=1e-6, atol=1e-7)
     after = [flat(each.groups) for each in contributions]  # nothing that arrived is changed
@@ -105,7 +104,7 @@ def test_no_contributions_no_means() -> None:
 
 
 def test_sums_are_in_float64() -> None:
-    """In float32, 1e8 + 1 is 1e8."""
+    # In float32, 1e8 + 1 is 1e8.
     values = [1e8, 1.0, -1e8, 1.0]
     groups = ({"g": {"x": torch.tensor([value])}} for value in values)
     assert weighted_mean(Contribution("c", each) for each in groups)["g"]["x"].item() == 0.5
@@ -115,7 +114,7 @@ def test_sums_are_in_float64() -> None:
 
 
 def test_the_order_is_the_order_given() -> None:
-    """Bit for bit that of adding one after another, which another order would round otherwise."""
+    # Another order of additions would have other rounding errors.
     values, weights = torch.randn(9, 50).mul(1e9).double(), torch.rand(9).tolist()
     for order in (range(9), range(8, -1, -1)):
         total, weight = values[order[0]] * weights[order[0]], weights[order[0]]
@@ -213,7 +212,7 @@ class Largest(Reduction):
     summary: ClassVar[str] = "the largest value of each number"
 
     def reduce(self, contributions: Any, clients: Any, memory: Any) -> Groups:
-        tensors = [one.groups["adapter"]["x"] for one in contributions]
+        tensors = [c.groups["adapter"]["x"] for c in contributions]
         return {"adapter": {"x": torch.stack(tensors).amax(0)}}
 
 
@@ -221,9 +220,9 @@ def means_in_memory(
     contributions: Sequence[Contribution], rows: Rows, least_others: int = 1
 ) -> dict[str, Groups]:
     def of(names: Collection[str]) -> Iterator[Contribution]:
-        return (one for one in contributions if one.client in names)
+        return (c for c in contributions if c.client in names)
 
-    clients = {one.client for one in contributions}
+    clients = {c.client for c in contributions}
     pairs = means_of(of, clients, rows, least_others)
     return {name: groups for names, groups in pairs for name in names}
 
@@ -250,7 +249,7 @@ def test_means_of_rows_are_weighted_twice(data) -> None:
 
     for c, row in rows.items():
         used = [Contribution(k, parts[k], row[k] * sizes[k]) for k in some if row.get(k)]
-        holders = {n: {one.client for one in used if n in one.groups["g"]} for n in "xy"}
+        holders = {n: {u.client for u in used if n in u.groups["g"]} for n in "xy"}
         permitted = {key: t.float() for key, t in naive(used).items()}
         expected = {k: t for k, t in permitted.items() if may_receive(c, holders[k[1]])}
         assert (c in means) == bool(used)
@@ -258,7 +257,7 @@ def test_means_of_rows_are_weighted_twice(data) -> None:
 
 
 def test_a_mean_of_too_few_clients_is_not_computed() -> None:
-    """Each of two clients could subtract its own tensor from their mean."""
+    # Each of two clients could subtract its own tensor from their mean.
     rows = torch.randn(3, 2)
     for least, names in ((1, {"x", "y"}), (2, {"x"}), (3, set())):
         exchange = aggregation(least_others=least)
@@ -325,8 +324,8 @@ def test_weights_are_the_training_tokens_that_clients_tell() -> None:
     assert [exchange.weight(name) for name in exchange.counted] == [300.0, 100.0]
     for group in ("adapter", "router"):
         for name, tensor in exchange.mean(group).items():
-            one, other = (upload(i)[group][name] for i in range(2))
-            torch.testing.assert_close(tensor, 0.75 * one + 0.25 * other)
+            first, second = (upload(i)[group][name] for i in range(2))
+            torch.testing.assert_close(tensor, 0.75 * first + 0.25 * second)
     assert schema.down == SCHEMA.down
     for way in ("hello", "up"):
         names = [field.name for field in getattr(schema, way)]

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from both_ends import SCHEMA, Ends, a, adapter, example, turn_of
+from both_ends import SCHEMA, Ends, a, adapter, example
+from turns import nth
 
 from coterie.errors import CoterieError
 from coterie.exchanges.codec import ClientTransforms, ServerTransforms
@@ -22,13 +23,13 @@ from coterie.transforms.contract import Contribution, Reduction, Transform, mapp
 def test_without_transforms_messages_are_untouched() -> None:
     ends, message = Ends(), adapter(0)
     client = ends.clients["c0"]
-    assert ends.server.download("c0", message) is client.receive(message, turn_of(0)) is message
-    assert client.send(message, turn_of(0)) is ends.server.upload("c0", message, message) is message
+    assert ends.server.download("c0", message) is client.receive(message, nth(0)) is message
+    assert client.send(message, nth(0)) is ends.server.upload("c0", message, message) is message
     assert ends.pipeline.schema == SCHEMA
 
 
 def test_int8_is_the_definition_with_error_feedback_in_both_directions() -> None:
-    ends = Ends(example("int8").Int8(), clients=1)
+    ends = int8()
 
     def quantised(x: torch.Tensor) -> torch.Tensor:
         scale = x.abs().max().clamp(min=1e-30) / 127
@@ -59,7 +60,7 @@ def test_what_did_not_count_is_forgotten_at_both_ends() -> None:
         if exchange == 1:  # an upload that is lost: the client restores its state
             state = ends.clients["c0"].state()
             ends.down(exchange, adapter(77))
-            ends.clients["c0"].send(adapter(78), turn_of(exchange))
+            ends.clients["c0"].send(adapter(78), nth(exchange))
             ends.clients["c0"].restore(state)
         pairs = []
         for either in (ends, once):
@@ -95,27 +96,26 @@ def test_noise_is_what_the_budget_asks_for_and_the_ledger_counts_it() -> None:
         return Message(0, {"adapter": {"A": torch.full((size,), value)}})
 
     ends.down(0, filled(0.0))
-    one, again = (a(client.send(filled(3.0), turn_of(0))) for _ in range(2))
-    assert torch.equal(one, again)  # the same release, told once
+    release, again = (a(client.send(filled(3.0), nth(0))) for _ in range(2))
+    assert torch.equal(release, again)  # the same release, told once
     noise = noise_for(2.0, 4, 1e-5)
     assert list(client.ledger.runs[""].values()) == [noise]
-    drawn = one - 0.5 / size**0.5
+    drawn = release - 0.5 / size**0.5
     assert drawn.std().item() == pytest.approx(2 * 0.5 * noise, rel=0.05)
-    other = a(client.send(filled(-3.0), turn_of(0)))
+    other = a(client.send(filled(-3.0), nth(0)))
     assert len(client.ledger.runs[""]) == 2
-    assert not torch.allclose(other, one - 1 / size**0.5)
+    assert not torch.allclose(other, release - 1 / size**0.5)
     # The budget is spent: nothing of these is in what is sent.
-    *_, last = (client.send(filled(1e4 * (i + 1)), turn_of(1)) for i in range(4))
+    *_, last = (client.send(filled(1e4 * (i + 1)), nth(1)) for i in range(4))
     assert len(client.ledger.runs[""]) == 4
     assert a(last).mean().abs() < 5 * noise / size**0.5
 
 
 def test_the_median_is_of_each_number_over_those_who_hold_it() -> None:
-    server = Ends(example("median").Median()).server
+    server: Any = Ends(example("median").Median()).server
     rows = torch.randn(5, 7)
     groups = [{"adapter": {"A": row, **({"B": row} if i else {})}} for i, row in enumerate(rows)]
     median = server.reduce((Contribution(str(i), g) for i, g in enumerate(groups)), "01234")
-    assert median is not None
     torch.testing.assert_close(median["adapter"]["A"], rows.median(0).values)
     torch.testing.assert_close(median["adapter"]["B"], rows[1:].quantile(0.5, 0))
 
@@ -166,14 +166,14 @@ def throw(error: Exception, *_: Any) -> None:
 
 
 def everything(transform: Transform) -> None:
-    """Every hook of a transform, in an exchange of one client."""
+    """Call every hook of a transform, in an exchange of one client."""
     pipeline = Pipeline([transform], SCHEMA, 1)
     server = ServerTransforms(pipeline, Store(Path(gettempdir())))
     client = ClientTransforms(pipeline, "c0", Ledger())
-    server.begin(turn_of(0), ["c0"])
+    server.begin(nth(0), ["c0"])
     download, upload = adapter(0), adapter(1)
-    client.receive(server.download("c0", download), turn_of(0))
-    upload = server.upload("c0", client.send(upload, turn_of(0)), download)
+    client.receive(server.download("c0", download), nth(0))
+    upload = server.upload("c0", client.send(upload, nth(0)), download)
     mean = server.reduce([Contribution("c0", upload.groups)], ["c0"])
     server.on_mean(mean, download.groups)
 
@@ -214,9 +214,10 @@ def test_a_hook_that_returns_something_else_is_one_sentence(hook, result, why) -
         everything(Wrong(hook=hook, result=result))
 
 
-@pytest.mark.parametrize(
-    "hook", ["bounded", "declare", "figures", "join", "measure", "refuse", "weight"]
-)
+FORMER = ["bounded", "declare", "figures", "join", "measure", "refuse", "weight"]
+
+
+@pytest.mark.parametrize("hook", FORMER)
 def test_a_hook_that_is_no_longer_called_is_refused(hook: str) -> None:
     why = f"Mine defines `{hook}`, which Coterie does not call.* define `reduce`; see docs/use/tr"
     for kind in (Transform, Reduction):
@@ -235,33 +236,33 @@ def test_a_setting_may_have_the_name_of_a_former_hook() -> None:
 
 def test_a_download_of_another_shape_is_refused_before_it_is_sent() -> None:
     ends = Ends(Broken(how="shape"), clients=1)
-    ends.server.begin(turn_of(0), ends.clients)
+    ends.server.begin(nth(0), ends.clients)
     why = r"The transforms 'broken' failed: a decoded download has wrong tensors .* \(2,\), but"
     with pytest.raises(CoterieError, match=why):
         ends.server.download("c0", adapter(0))
 
 
 def test_an_exchange_that_begins_again_finds_what_the_last_one_left() -> None:
-    """Uploads that have come already are decoded again; nobody is sent anything for it."""
+    # Uploads that have arrived are decoded again; no client receives a request for this.
     ends, once = int8(2), int8(2)
     for exchange in range(3):
         before, after = adapter(exchange), adapter(10 + exchange)
-        found = []
+        decoded = []
         for either in (ends, once):
             either.down(exchange, before)
-            sent = either.wire("up", either.clients["c0"].send(after, turn_of(exchange)))
+            sent = either.wire("up", either.clients["c0"].send(after, nth(exchange)))
             if either is ends:
                 either.server.upload("c0", sent, before)
-                either.server.begin(turn_of(exchange), either.clients)
-            found.append(a(either.server.upload("c0", sent, before)))
+                either.server.begin(nth(exchange), either.clients)
+            decoded.append(a(either.server.upload("c0", sent, before)))
             either.server.commit(["c0"])
-        assert torch.equal(*found)
+        assert torch.equal(*decoded)
 
 
 def test_a_dtype_that_is_not_declared_is_not_sent() -> None:
     ends = Ends(Broken(how="dtype"), clients=1)
     with pytest.raises(MessageError, match="float32"):
-        ends.wire("up", ends.clients["c0"].send(adapter(1), turn_of(0)))
+        ends.wire("up", ends.clients["c0"].send(adapter(1), nth(0)))
 
 
 @pytest.mark.parametrize(("name", "kind", "writes"), [("median", "Median", 0), ("int8", "Int8", 1)])

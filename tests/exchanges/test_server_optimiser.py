@@ -56,7 +56,7 @@ class Paper:
         self.m, self.v = 0.0, self.tau**2
 
     def round(self, ends: list[float], weights: list[float]) -> None:
-        """From where clients' training has ended."""
+        """Update the parameters from the ends of clients' trainings."""
         total = sum(weights)
         delta = sum(w / total * (end - self.x) for end, w in zip(ends, weights, strict=True))
         if self.name == "fedavgm":
@@ -76,7 +76,7 @@ class Paper:
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_it_is_the_papers_algorithm(spec: dict[str, Any]) -> None:
-    """Eight rounds of three clients of unlike weights, of which one is not always there."""
+    # Of three clients with different weights, one is absent in some of the eight rounds.
     chance = torch.Generator().manual_seed(0)
     optimiser, memory = ServerOptimiserSpec.model_validate(spec), Memory()
     x = torch.randn(5, generator=chance)
@@ -96,23 +96,23 @@ def test_it_is_the_papers_algorithm(spec: dict[str, Any]) -> None:
 
 def test_only_what_replaces_parameters_is_stepped_and_what_nobody_held_waits() -> None:
     optimiser, memory = ServerOptimiserSpec(name="fedavgm", momentum=0.5), Memory()
-    one = torch.ones(2)
-    start = {"a": one, "b": one}
+    ones = torch.ones(2)
+    start = {"a": ones, "b": ones}
 
     def step(mean: Tensors) -> dict[str, Tensor]:
         return stepped(optimiser, "adapter", mean, start, memory)
 
-    after = step({"a": 2 * one, "b": 3 * one, "statistic": 9 * one})
-    assert torch.equal(after["statistic"], 9 * one)
-    assert torch.equal(after["b"], 3 * one)
-    after = step({"a": 2 * one})
+    after = step({"a": 2 * ones, "b": 3 * ones, "statistic": 9 * ones})
+    assert torch.equal(after["statistic"], 9 * ones)
+    assert torch.equal(after["b"], 3 * ones)
+    after = step({"a": 2 * ones})
     assert after.keys() == {"a"}
-    assert torch.equal(after["a"], 2.5 * one)  # 1 + 0.5 * 1 + 1
-    assert torch.equal(step({"b": one})["b"], 2 * one)  # 1 + 0.5 * 2 + 0: as in the round after
-    assert torch.equal(one, torch.ones(2))
+    assert torch.equal(after["a"], 2.5 * ones)  # 1 + 0.5 * 1 + 1
+    assert torch.equal(step({"b": ones})["b"], 2 * ones)  # 1 + 0.5 * 2 + 0: as in the round after
+    assert torch.equal(ones, torch.ones(2))
 
 
-def test_an_exchange_steps_once_and_a_repeated_one_steps_from_the_same_moments() -> None:
+def test_an_exchange_steps_once_and_a_repeated_one_from_equal_moments() -> None:
     rules = AggregationSpec(optimiser=ServerOptimiserSpec(name="fedavgm", momentum=0.5))
     exchange, start = exchange_of(Schema(up=(FIELD,)), rules=rules), {"x": torch.zeros(2)}
     for number, expected in enumerate((1.0, 1.5, 1.75)):  # 1 + 0.5 + 0.25
@@ -136,8 +136,8 @@ def test_moments_come_back_through_their_bytes(spec: dict[str, Any]) -> None:
     for mean in means:
         start = stepped(optimiser, "adapter", mean, start, memory)
     restored = Memory.of(State.decode(memory.state().encode()))
-    one, other = (stepped(optimiser, "adapter", last, start, m) for m in (memory, restored))
-    assert torch.equal(one["x"], other["x"])
+    stored, other = (stepped(optimiser, "adapter", last, start, m) for m in (memory, restored))
+    assert torch.equal(stored["x"], other["x"])
 
 
 def run_with(config: Any, optimiser: Any = "fedyogi", **changes: Any) -> coterie.RunConfig:
@@ -149,7 +149,7 @@ def run_with(config: Any, optimiser: Any = "fedyogi", **changes: Any) -> coterie
 @pytest.mark.parametrize("method", [SMALL, {"name": "fedamole", "attention": {"rank": 2}}],
                          ids=["fedavg", "fedamole"])  # fmt: skip
 def test_rounds_of_a_method(config, method) -> None:
-    """FedAvgM: each tensor has its momentum, from the first values that all have in common."""
+    # With FedAvgM, each tensor has its momentum, from the first values that all clients share.
     optimiser = {"name": "fedavgm", "learning_rate": 0.5}
     sides: Any = joined(run_with(config, optimiser, method=method))
     x = {n: t.double().clone() for n, t in sides.value.adapter.items()}
@@ -171,9 +171,7 @@ def test_control_variates_stay_a_plain_mean(config) -> None:
     assert close_to(sides.value.control, change, atol=1e-8)
 
 
-def test_a_resumed_run_and_a_deployment_with_a_repeated_round_step_once(
-    config, tmp_path, monkeypatch
-) -> None:
+def test_resumed_and_repeated_rounds_step_once(config, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
     run = run_with(config, rounds=3, deployment={"quorum": 3, "deadline": 60})
     whole = RunFolder(coterie.run(run, out=tmp_path / "whole").path)
@@ -266,7 +264,7 @@ def test_compared_methods_without_a_mean_have_no_server_optimiser(config) -> Non
 
 
 def test_exchanges_without_a_mean_are_not_refused(teachers, tmp_path) -> None:
-    """FedMKT-FedAvg averages adapters in every second exchange."""
+    # FedMKT-FedAvg averages adapters in every second exchange.
     method, aggregation = {"name": "fedmkt-fedavg"}, {"optimiser": "fedadam"}
     run = teachers(rounds=1, method=method, aggregation=aggregation)
     done = coterie.run(run, out=tmp_path / "run")

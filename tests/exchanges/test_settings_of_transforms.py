@@ -1,6 +1,6 @@
 """Settings of aggregation are what acts: each one is changed, and something else comes out."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any, get_args
 
@@ -35,7 +35,7 @@ ROWS: dict[str, tuple[dict[str, Any], Any]] = {
     "aggregation.transforms": ({}, [{"name": "median"}]),
     "trimmed_mean.trim": ({}, 0.4),
 }
-"""By section or transform and setting: the settings with which it acts, and another value."""
+"""The settings with which a setting acts, and its other value, by section or transform."""
 
 
 def settings_of(kind: type[BaseModel], before: str) -> Iterator[str]:
@@ -53,7 +53,7 @@ SETTINGS = [path for name, kind in KINDS.items() for path in settings_of(kind, n
 
 
 def outcome(rules: AggregationSpec, *transforms: Transform) -> Groups:
-    """What three exchanges of five unlike clients come to."""
+    """Return the results of three exchanges of five different clients."""
     listed = [TRANSFORMS.get(spec.name).model_validate(spec.settings) for spec in rules.transforms]
     exchange = exchange_of(SCHEMA, *transforms, *listed, rules=rules, exchanges=3)
     chance = torch.Generator().manual_seed(0)
@@ -72,10 +72,8 @@ def outcome(rules: AggregationSpec, *transforms: Transform) -> Groups:
     return mean
 
 
-def exchanged(
-    exchange: Exchange, number: int, uploads: Mapping[str, Message], before: Groups
-) -> Groups:
-    """What the server makes of an exchange's uploads."""
+def exchanged(exchange: Exchange, number: int, uploads: Any, before: Groups) -> Groups:
+    """Return the server's result of an exchange."""
     exchange.open(Turn(number, number, number), uploads)
     exchange.begin()
     for name, upload in uploads.items():
@@ -97,12 +95,12 @@ def test_every_setting_acts(path: str) -> None:
         inner = inner[section]
     inner[setting] = value
     if name == "aggregation":
-        one, again, other = (outcome(AggregationSpec(**v)) for v in (given, given, changed))
+        first, again, other = (outcome(AggregationSpec(**v)) for v in (given, given, changed))
     else:
         kinds = (TRANSFORMS.get(name).model_validate(v) for v in (given, given, changed))
-        one, again, other = (outcome(AggregationSpec(), transform) for transform in kinds)
-    assert same(one, again)
-    assert not same(one, other)
+        first, again, other = (outcome(AggregationSpec(), transform) for transform in kinds)
+    assert same(first, again)
+    assert not same(first, other)
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -119,6 +117,6 @@ def test_every_row_is_of_a_setting() -> None:
     assert ROWS.keys() == set(SETTINGS)
 
 
-def same(one: Groups, other: Groups) -> bool:
-    names = [{g: {*tensors} for g, tensors in each.items()} for each in (one, other)]
-    return names[0] == names[1] and all(equal(one[g], other[g]) for g in one if one[g])
+def same(first: Groups, other: Groups) -> bool:
+    names = [{g: {*tensors} for g, tensors in each.items()} for each in (first, other)]
+    return names[0] == names[1] and all(equal(first[g], other[g]) for g in first if first[g])

@@ -230,7 +230,8 @@ def test_a_run_that_cannot_be_exported_says_why(finished, tmp_path) -> None:
     with pytest.raises(CoterieError, match=r"The base '.*gone' could not be loaded"):
         coterie.export(run, "poet", tmp_path / "out")
     (run / "result.json").unlink()
-    with pytest.raises(CoterieError, match=r"not finished; finish it with `coterie run --resume"):
+    refusal = r"is not finished; finish it with `coterie run --resume"
+    with pytest.raises(CoterieError, match=refusal):
         coterie.export(run, "poet", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

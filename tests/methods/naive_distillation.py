@@ -1,4 +1,4 @@
-"""What a student is to learn at each position, the slow and obvious way."""
+"""Slow versions of the targets that a student learns at each position."""
 
 import math
 
@@ -13,14 +13,14 @@ TOP = 4
 """Tokens that are sent per position."""
 
 
-def counterpart(distiller: Distiller, sample: int, end: int, theirs: Knowledge) -> int | None:
-    """The teacher's position in this sample at which so many characters have been read."""
-    keys = theirs.samples.tolist()
+def counterpart(distiller: Distiller, sample: int, end: int, offer: Knowledge) -> int | None:
+    """Return the teacher's position in a sample that ends at a character, or None."""
+    keys = offer.samples.tolist()
     key = int(distiller.positions.samples[sample])
     if key not in keys or end < 0:
         return None
-    span = range(*theirs.starts[keys.index(key) : keys.index(key) + 2].tolist())
-    return next((place for place in span if theirs.ends[place] == end), None)
+    span = range(*offer.starts[keys.index(key) : keys.index(key) + 2].tolist())
+    return next((place for place in span if offer.ends[place] == end), None)
 
 
 def naive(
@@ -30,16 +30,17 @@ def naive(
     own: Knowledge,
     ids: Tensor | None = None,
 ) -> Tensor:
-    """What is to be learnt at each position, (p, vocabulary)."""
+    """Return the target of each position, (p, vocabulary)."""
     rows = []
     method, size = distiller.settings, len(distiller.context.base.tokenizer)
     same = list(range(size))
+    mapped = same if ids is None else ids.tolist()
 
-    def said(by: Knowledge, sample: int, place: int, ids: list[int]) -> Tensor:
-        there = counterpart(distiller, sample, int(distiller.positions.ends[place]), by)
+    def prediction(by: Knowledge, sample: int, place: int, ids: list[int]) -> Tensor:
+        position = counterpart(distiller, sample, int(distiller.positions.ends[place]), by)
         probs: dict[int, float] = {}
-        if there is not None:
-            tokens, logprobs = (t[there, :TOP].tolist() for t in (by.tokens, by.logprobs))
+        if position is not None:
+            tokens, logprobs = (t[position, :TOP].tolist() for t in (by.tokens, by.logprobs))
             probs, _ = in_dictionary(tokens, logprobs, ids, method.temperature)
         return spread(probs or {int(distiller.labels[place]): 1.0}, size)
 
@@ -49,14 +50,14 @@ def naive(
         loss = own.losses[keys.index(key)].item() if key in keys else math.inf
         for place in range(*distiller.positions.starts[sample : sample + 2].tolist()):
             label = spread({int(distiller.labels[place]): 1.0}, size)
-            mine = label if method.own == "labels" else said(own, sample, place, same)
+            own_target = label if method.own == "labels" else prediction(own, sample, place, same)
             if teacher == NO_TEACHER:
-                rows.append(mine)
+                rows.append(own_target)
                 continue
-            wanted = said(offers[teacher], sample, place, same if ids is None else ids.tolist())
+            wanted = prediction(offers[teacher], sample, place, mapped)
             if method.own == "mean":
                 a, b = math.exp(-loss), math.exp(-distiller.best_losses[sample].item())
-                wanted = (a * mine + b * wanted) / (a + b)
+                wanted = (a * own_target + b * wanted) / (a + b)
             rows.append(wanted)
     return torch.stack(rows)
 

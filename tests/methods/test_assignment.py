@@ -17,7 +17,7 @@ BOUNDS = st.builds(Bounds, st.integers(1, 12), st.integers(0, 12), st.integers(0
 
 
 def programme(scores: np.ndarray, bounds: Bounds) -> np.ndarray | None:
-    """The best assignment as a whole-number programme finds it; None if there is none."""
+    """Compute the best assignment by integer programming; return None if there is none."""
     E, C = scores.shape
     rows = np.array([[i == e for i in range(E) for _ in range(C)] for e in range(E)], float)
     columns = np.array([[j == c for _ in range(E) for j in range(C)] for c in range(C)], float)
@@ -138,7 +138,7 @@ def test_modules_side_by_side_are_solved_as_alone(monkeypatch) -> None:
     chance, bounds = np.random.default_rng(5), Bounds(2, 1, 5)
     scores = {f"layer.{i}": chance.normal(size=(10, 6)).round(i % 3) for i in range(24)}
     scores["ties"] = np.ones((10, 6))
-    alone = {name: assign(one, bounds) for name, one in scores.items()}
+    alone = {name: assign(module, bounds) for name, module in scores.items()}
     for threads in (1, 4):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
         together = assign_all(scores, bounds)
@@ -164,9 +164,9 @@ def test_a_solution_that_is_no_assignment_is_an_error(monkeypatch, wrong) -> Non
 def test_relevance_is_the_softmax_over_clients() -> None:
     chance = np.random.default_rng(6)
     experts, tokens = chance.normal(size=(5, 4)), chance.normal(size=(3, 4))
-    found = relevance(experts.astype(np.float32), tokens.astype(np.float32), dim=9)
-    assert found.dtype == np.float64
+    shares = relevance(experts.astype(np.float32), tokens.astype(np.float32), dim=9)
+    assert shares.dtype == np.float64
     for j in range(5):
         row = [np.exp(sum(experts[j] * tokens[c]) / 3) for c in range(3)]
-        assert found[j] == pytest.approx(np.array(row) / sum(row), rel=1e-5)
+        assert shares[j] == pytest.approx(np.array(row) / sum(row), rel=1e-5)
     assert np.isfinite(relevance(1e4 * experts, tokens, dim=9)).all()

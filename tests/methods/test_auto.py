@@ -5,16 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from auto_runs import (
-    NAMES,
-    Trial,
-    along_gradient,
-    auto,
-    judging_windows,
-    noise,
-    trial,
-    whole,
-)
+from auto_runs import NAMES, Trial, along_gradient, auto, judging_windows, noise, trial, whole
 from tensors import close_to, equal, mean_of
 from torch import Tensor
 

@@ -62,7 +62,7 @@ def test_weights_change_only_in_a_trial_or_to_stay_alone(make) -> None:
 
 @pytest.mark.parametrize("leaver", ["", "ida"])
 def test_pairs_are_not_sent_again_to_a_client_whose_upload_never_counts(leaver, make) -> None:
-    """Otherwise, the client would receive new pairs in every exchange, or if a client leaves."""
+    # Otherwise, the client would receive new pairs in every exchange, or if a client leaves.
     local, seen, names = make(), [], [*NAMES]
     forged_round(local, 0)
     for r in range(1, 5):
@@ -136,7 +136,7 @@ def test_no_other_client_has_more_than_its_share(row, least) -> None:
 
 
 def test_a_trial_keeps_the_two_best_others() -> None:
-    """Without the limit, weights below 0.02 are dropped."""
+    # Without the limit, weights below 0.02 are dropped.
     shares = dict.fromkeys("abcd", 0.25)
     chance = torch.Generator().manual_seed(0)
     slopes = torch.tensor([-1.0, -3.0, 2.9, 3.0], dtype=torch.float64)

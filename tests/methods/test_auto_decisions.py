@@ -101,16 +101,21 @@ STARTS: dict[str, tuple[Any, str, bool]] = {
     "mean is better": (("mean", 8, "diarist", 0.03), "mean", True),
     "mean is better at once": (("own", 5, "poet", 0.2), "mean", False),
 }
-"""What `before_decision` damages, the better start, and whether a client trains from both."""
+"""Damaged parameters, the better start, and whether a client trains from both starts."""
 
 
 @pytest.mark.parametrize("every", [2, 3])
 @pytest.mark.parametrize(("start", "better", "twice"), STARTS.values(), ids=STARTS)
-def test_a_client_keeps_the_training_whose_loss_is_clearly_lower(
-    start, better, twice, every, config
-) -> None:
-    """If it trains twice, the mean is worse before training. With `every` 3, it lacks an expert."""
+def test_the_training_with_the_lower_loss_is_kept(start, better, twice, every, config) -> None:
+    # A client trains twice if the mean is worse before training. If `every` is 3, the mean lacks
+    # an expert.
     client, download = before_decision(config, *start, every=every)
+    before, alone = client.state(), better == "own"
+    branch(client, download, "mean" if alone else "own")
+    other = copied(client.adapter.tensors())
+    client.restore(before)
+    expected, kept = branch(client, download, better), client.state()
+    client.restore(before)
     trainings, metrics = observed(client)
     own, row, name = copied(client.adapter.tensors()), dict(client.row), start[2]
     assert len(row) > 1
@@ -120,21 +125,17 @@ def test_a_client_keeps_the_training_whose_loss_is_clearly_lower(
     assert metrics == ([] if twice else [(TRUST, row)])
     assert equal(client.adapter.tensors(), own if twice else {**own, **download["adapter"]})
     client.train(nth(2))
-    alone = better == "own"
     assert trainings == ([2, 2] if twice else [2])
     assert client.row == ({name: 1.0} if alone else row)
     assert client.upload(nth(2)).values["choice"]["row"] == client.row
-    kept, other = (before_decision(config, *start, every=every) for _ in range(2))
-    expected = branch(*kept, better)
-    branch(*other, "mean" if alone else "own")
-    assert_equal(private(client.state()), private(kept[0].state()), "client")
-    assert not equal(client.adapter.tensors(), other[0].adapter.tensors())
+    assert_equal(private(client.state()), private(kept), "client")
+    assert not equal(client.adapter.tensors(), other)
     assert client.stage == ""
     assert rows(metrics) == [client.row]
     assert [metric for metric in metrics if metric[0] != TRUST] == expected != []
 
 
-def test_a_client_whose_mean_is_equally_good_trains_twice_and_keeps_the_mean(config) -> None:
+def test_a_client_with_an_equally_good_mean_trains_twice_and_keeps_it(config) -> None:
     client, _ = before_decision(config, "mean", 5)
     (trainings, metrics), row = observed(client), dict(client.row)
     client.receive(whole(client, copied(client.shared), round=2))
@@ -171,7 +172,7 @@ def test_the_difference_is_compared_with_its_standard_error(name, size, alone, c
 
 @pytest.mark.parametrize("damaged", ["mean", "own"])
 def test_a_decision_has_the_same_bits_after_a_restart(damaged, config) -> None:
-    """The client is stopped after it received its download, and before it trains."""
+    # The client is stopped after it received its download, and before it trains.
     client, download = before_decision(config, damaged, 5)
     client.receive(download)
     assert client.stage == ("undecided" if damaged == "mean" else "")
@@ -184,25 +185,34 @@ def test_a_decision_has_the_same_bits_after_a_restart(damaged, config) -> None:
     assert resumed.upload(nth(2)).encode() == client.upload(nth(2)).encode()
 
 
-@pytest.mark.parametrize(
-    ("complete", "every", "rounds", "stage", "better"),
-    [
-        pytest.param(0, 2, 6, "", "mean", id="start"),
-        pytest.param(1, 2, 6, "proposed", "mean", id="trial without the second expert"),
-        pytest.param(3, 2, 5, "", "mean", id="no second expert"),
-        pytest.param(1, 1, 6, "proposed", "own", id="trial with the second expert"),
-        pytest.param(4, 2, 5, "", "own", id="second expert"),
-        pytest.param(3, 1, 5, "", "own", id="second expert in every round"),
-        pytest.param(5, 2, 5, "", "own", id="end"),
-    ],
-)
-def test_a_worse_mean_is_replaced_if_the_download_has_all_parameters_or_is_the_last(
-    complete, every, rounds, stage, better, config
-) -> None:
-    local = after(config, complete, rounds, every=every)
+WORSE: dict[int, dict[int, tuple[str, str]]] = {
+    2: {
+        0: ("", "mean"),  # the start
+        1: ("proposed", "mean"),  # a trial without the second expert
+        3: ("", "mean"),  # without the second expert
+        4: ("", "own"),  # with the second expert
+        5: ("", "own"),  # the end
+    },
+    1: {1: ("proposed", "own"), 3: ("", "own")},  # with the second expert in every round
+}
+"""The client's stage after a worse mean, and the better parameters, by `every` and round."""
+
+
+@pytest.mark.parametrize("every", WORSE)
+def test_a_worse_mean_in_a_complete_or_last_download_is_replaced(every, config) -> None:
+    local = after(config, 0, rounds=5, every=every)
+    for complete in range(6):
+        if complete in WORSE[every]:
+            receive_worse_mean(local, complete, *WORSE[every][complete])
+        if complete < 5:
+            one_round(local, complete)
+
+
+def receive_worse_mean(local: Any, complete: int, stage: str, better: str) -> None:
+    """Let a client receive a worse mean and train, check the result, and restore the client."""
     client = local.clients["diarist"]
+    before, own = client.state(), copied(client.shared)
     assert client.row.keys() != {"diarist"}
-    own = copied(client.shared)
     wrong = noise(own, 0.5, 4)
     download = altered(down(local, "diarist"), lambda n, t: t + wrong[n])
     client.receive(download)
@@ -215,6 +225,7 @@ def test_a_worse_mean_is_replaced_if_the_download_has_all_parameters_or_is_the_l
     client.train(nth(complete))
     assert trainings == [complete]  # a client that is not undecided trains from the mean
     assert rows(metrics) == []
+    client.restore(before)
 
 
 def test_a_mean_whose_loss_is_not_a_number_is_replaced(config) -> None:
@@ -259,7 +270,7 @@ def test_a_client_that_stays_alone_keeps_its_parameters(config) -> None:
     assert equal(poet.buffers["mean"], {n: before[n] for n in poet.shared})
 
 
-def test_a_worse_mean_is_not_the_model_that_is_scored_but_is_trained_from(config) -> None:
+def test_a_worse_mean_is_not_scored_but_is_trained_from(config) -> None:
     runs = [after(config, 4, rounds=5) for _ in range(2)]
     client, twin = (local.clients["diarist"] for local in runs)
     download = down(runs[0], "diarist")

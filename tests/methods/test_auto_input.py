@@ -17,7 +17,7 @@ from coterie.testing.loop import assert_equal
 from coterie.testing.rounds import down, joined, one_round, take
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def make(config):
     """A run of `auto` whose clients have joined."""
 
@@ -26,6 +26,22 @@ def make(config):
         return started(config, texts, data=limits(validation), method=auto(**method))
 
     return make
+
+
+@pytest.fixture(scope="module")
+def pair(make):
+    """A run of two clients in its first exchange."""
+    local = make(["poet", "whaler"], 17)
+    local.open(nth(0), ["poet"])
+    return local
+
+
+@pytest.fixture(scope="module")
+def before_trial(make):
+    """A client before its first trial, and its download."""
+    local = make(validation=34)
+    one_round(local, 0)
+    return local.clients["poet"], down(local, "poet")
 
 
 def played(local: Any, rounds: int = 4) -> dict[str, Message]:
@@ -59,7 +75,7 @@ def test_two_clients_judge_each_other(make) -> None:
 
 @pytest.mark.parametrize("tokens", [17, 33, 34])
 def test_few_validation_samples_are_enough(tokens, make) -> None:
-    """With a single sample there is no evidence: all clients share one mean, and none is alone."""
+    # A single sample gives no evidence: all clients share one mean, and no client is alone.
     local = make(validation=tokens, patience=0.0)
     assert {len(client.judging.ids) for client in local.clients.values()} == {1}
     played(local)
@@ -133,30 +149,27 @@ MISSING: list[Any] = [{}, {"choice": None}, {"choice": {"row": {}}}]
 
 
 @pytest.mark.parametrize("choice", [*WRONG, *MISSING], ids=str)
-def test_an_invalid_choice_is_refused(choice, make) -> None:
-    local = make(["poet", "whaler"], 17)
-    local.open(nth(0), ["poet"])
-    upload = local.clients["poet"].upload(nth(0))
-    local.server.check(local.value, "poet", upload, local.exchange)
-    before = local.value.state()
+def test_an_invalid_choice_is_refused(choice, pair) -> None:
+    upload = pair.clients["poet"].upload(nth(0))
+    pair.server.check(pair.value, "poet", upload, pair.exchange)
+    before = pair.value.state()
     wrong = replace(upload, values=choice) if choice in MISSING else chosen(upload, **choice)
     with pytest.raises(MessageError, match="'poet' sent an invalid choice"):
-        local.server.check(local.value, "poet", Message.decode(wrong.encode()), local.exchange)
-    assert_equal(local.value.state(), before, "server")
+        pair.server.check(pair.value, "poet", Message.decode(wrong.encode()), pair.exchange)
+    assert_equal(pair.value.state(), before, "server")
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, 2**63, -(2**63) - 1])
 @pytest.mark.parametrize("key", ["row", "tokens"])
-def test_numbers_that_are_not_plain_are_never_sent(key, number, make) -> None:
-    local = make(["poet", "whaler"], 17)
+def test_numbers_that_are_not_plain_are_never_sent(key, number, pair) -> None:
     value = {"whaler": number} if key == "row" else number
     with pytest.raises(MessageError, match="non-finite numbers or integers beyond 64"):
-        local.schema.send("up", chosen(local.clients["poet"].upload(nth(0)), **{key: value}))
+        pair.schema.send("up", chosen(pair.clients["poet"].upload(nth(0)), **{key: value}))
 
 
 @pytest.mark.parametrize("row", [{"whaler": 0.0}, {"nobody": 1.0}, {"whaler": 5e-324}], ids=str)
 def test_a_row_without_weight_concerns_its_sender_only(row, make) -> None:
-    """Unknown names and vanishing weights are tolerated: the sender receives what it asked for."""
+    # Unknown names and very small weights are tolerated: the sender receives what it asked for.
     local = make(validation=17)
     forged_round(local, 0)
     forge = {"poet": lambda u: chosen(u, row=row)}
@@ -200,10 +213,8 @@ def spoilt(download: Message, how: Any) -> Message:
 
 
 @pytest.mark.parametrize("how", [*SIZES, "missing", "shape", "unknown", "expert", "mean"], ids=str)
-def test_an_invalid_download_is_refused_without_effect(how, make) -> None:
-    local = make(validation=34)
-    one_round(local, 0)
-    poet, download = local.clients["poet"], down(local, "poet")
+def test_an_invalid_download_is_refused_without_effect(how, before_trial) -> None:
+    poet, download = before_trial
     before, buffers = poet.state(), {g: copied(t) for g, t in poet.buffers.items()}
     with pytest.raises(MessageError):
         poet.receive(spoilt(download, how))
@@ -211,3 +222,4 @@ def test_an_invalid_download_is_refused_without_effect(how, make) -> None:
     assert all(equal(poet.buffers[group], tensors) for group, tensors in buffers.items())
     poet.receive(download)
     assert poet.stage == "proposed"
+    poet.restore(before)

@@ -104,7 +104,7 @@ def test_a_client_that_was_away_has_its_trial_later(away, trials, others, make) 
 
 @pytest.mark.parametrize("name", some({"poet", "row"}, ["poet", "row", "tokens"]))
 def test_nothing_is_left_of_a_client_that_leaves(name, make) -> None:
-    """The name may be a key of a choice. A trial is due, and goes on with the others."""
+    # The client's name may be a key of a choice. A trial is due, and continues without the client.
     local, others = make(12, ("ann", name, "whaler")), ["ann", "whaler"]
     for r in range(3):
         forged_round(local, r)
@@ -158,7 +158,7 @@ def test_the_second_expert_is_sent_every_few_rounds(every, make) -> None:
 
 
 def test_bounds_compare_the_second_expert_with_what_was_last_received(make) -> None:
-    """Clients then cannot hide a change of one round behind the changes of all earlier rounds."""
+    # Clients then cannot hide a change of one round behind the changes of all earlier rounds.
     local = make(6)
     for r in range(2):
         forged_round(local, r)
@@ -189,7 +189,7 @@ def test_the_nearest_peers_are_forwarded(config) -> None:
 
 
 def test_clients_with_equal_weights_share_a_mean_in_a_checkpoint(make) -> None:
-    """The mean of all clients is stored once, also after a round without the second expert."""
+    # The mean of all clients is stored once, also after a round without the second expert.
     local = make(8)
     same = dict.fromkeys(NAMES, 1 / 3)
     everyone = {name: lambda u: chosen(u, row=same) for name in NAMES}

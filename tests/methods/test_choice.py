@@ -40,7 +40,7 @@ def slopes_of(means: list[float], errors: list[float]) -> torch.Tensor:
 def test_slopes_count_outside_the_margin_and_the_standard_error(
     slope: float, error: float, evidence: float, sign: int
 ) -> None:
-    """The slopes of `a` and `b` are opposite, and those of `c` and `d` are 0."""
+    # The slopes of `a` and `b` are opposite, and those of `c` and `d` are 0.
     slopes = slopes_of([sign * slope, -sign * slope, 0, 0], [error, -error, 0, 0])
     row = row_from_slopes(EQUAL, slopes, 0.5, "d")
     weights = [math.exp(-0.5 * sign * evidence), math.exp(0.5 * sign * evidence), 1, 1]
@@ -48,8 +48,8 @@ def test_slopes_count_outside_the_margin_and_the_standard_error(
     assert row == pytest.approx(expected, rel=1e-6)
 
 
-def test_evidence_is_relative_to_the_mean_slope_and_no_change_has_a_weight() -> None:
-    """All clients help: `a` and `b` clearly more than the mean, and `c` slightly less."""
+def test_evidence_is_relative_and_no_change_has_a_weight() -> None:
+    # All clients help: `a` and `b` clearly more than the mean, and `c` slightly less.
     shares = {"a": 0.5, "b": 0.3, "c": 0.2}
     prior = [0.5 / (4 / 3), 0.3 / (4 / 3), 0.2 / (4 / 3), 0.25]
     assert with_no_change(shares).tolist() == pytest.approx(prior)

@@ -64,7 +64,7 @@ def test_an_exchange_follows_algorithm_1(domain, config) -> None:
 
 
 def test_gradients_are_computed_at_the_midpoint(config) -> None:
-    """At the midpoint with itself, a client has the gradient at its own adapter."""
+    # At the midpoint with itself, a client has the gradient at its own adapter.
     local = run_of(config)
     one_round(local, 0)
     local.open(local.config.turn(1), sorted(local.clients))

@@ -1,4 +1,4 @@
-"""What every method must keep, whatever it does: the contract that engines rely on."""
+"""The contract of all methods, on which engines rely."""
 
 import inspect
 
@@ -29,7 +29,7 @@ class TestEveryMethod(MethodContract):
 
 
 def test_personal_parts_are_not_sent(each_run) -> None:
-    """The contract goes by what a method says that it sends; here by what parts are for."""
+    # The contract compares messages with `shared`; this test compares `shared` with roles.
     local = joined(each_run)
     personal = {"specialist", "router", "frozen"}
     personal |= set() if local.schema.up else {"dense", "generalist"}
@@ -42,7 +42,7 @@ def test_personal_parts_are_not_sent(each_run) -> None:
 
 
 def test_a_model_of_ones_own_needs_no_change_to_the_package(config, tmp_path) -> None:
-    """The method in the docstring of methods/contract.py."""
+    # The method is the one in the docstring of methods/contract.py.
 
     class Silent(Method):
         name = "silent"
@@ -62,7 +62,7 @@ def test_a_model_of_ones_own_needs_no_change_to_the_package(config, tmp_path) ->
 
 
 class FirstFactor(FedAvg):
-    """As fedavg; of every pair, A alone is averaged."""
+    """FedAvg in which A of every pair is averaged, and B is personal."""
 
     name = "first-factor"
     summary = "A of every pair is averaged; B stays"
@@ -72,7 +72,7 @@ class FirstFactor(FedAvg):
 
 
 def test_a_method_that_shares_one_factor_is_one_line(config, install) -> None:
-    """A package that is installed beside this one has registered the method."""
+    # A package that is installed beside this one has registered the method.
     install(**{"first-factor": lambda: FirstFactor})
     run = config(method="first-factor", rounds=2)
     local = joined(run)

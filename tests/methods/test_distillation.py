@@ -12,7 +12,6 @@ from every_method import some
 from naive_distillation import TOP, counterpart, naive
 from naive_transfer import dense
 from tensors import fill
-from torch import Tensor
 
 from coterie.alignment.knowledge import Knowledge, Positions
 from coterie.bases import Base, load_base
@@ -56,12 +55,10 @@ def encoded(base: Base, items: list[Instruction]) -> Examples:
 def distiller_of(
     base: Base, items: list[Instruction], training: TrainingSpec = TRAINING, **method: Any
 ) -> Distiller:
-    """One whose adapter is not zero any more."""
+    """Return a distiller whose adapter is not zero."""
     samples = encoded(base, items)
     data = ClientData(samples, samples, samples)
-    context = ClientContext(
-        "ada", 3, base, data, 60, training, 2, lambda name, value: None, samples
-    )
+    context = ClientContext("ada", 3, base, data, 60, training, 2, lambda *_: None, samples)
     values: dict[str, Any] = {"attention": {"rank": 4}, "logits": TOP}
     chosen = FedMKT.model_validate(values | method)
     adapter = chosen.adapter(base.model, 0, "ada")
@@ -77,7 +74,7 @@ def make(base: Base) -> Make:
 def made_up(
     base: Base, seed: int, losses: list[float], items: list[Instruction] = ITEMS, k: int = TOP
 ) -> Knowledge:
-    """Random predictions by somebody with the same tokenizer, some of them within characters."""
+    """Return random predictions with the same tokenizer; some positions are within characters."""
     of = Positions.of(encoded(base, items), base.tokenizer)
     chance = torch.Generator().manual_seed(seed)
     p, size = len(of.ends), len(base.tokenizer)
@@ -102,7 +99,7 @@ def made_up(
     ids=["different losses", "equal losses"],
 )  # fmt: skip
 def test_of_each_sample_the_best_teaches_if_it_is_better(base, make, losses, teachers) -> None:
-    """In any order of offers. An equal loss is not better; of equals, the first teaches."""
+    # The order of offers makes no difference. The first of equal teachers teaches.
     distiller = make()
     own = made_up(base, 0, [2.0] * 5)
     offers = {number: made_up(base, number + 1, each) for number, each in losses.items()}
@@ -120,7 +117,7 @@ def test_of_each_sample_the_best_teaches_if_it_is_better(base, make, losses, tea
 
 
 def test_teachers_may_know_other_samples_in_another_order(base, make) -> None:
-    """What one cannot predict, anybody predicts better; what one does not have is no use."""
+    # A side that cannot predict a sample learns it from any teacher that has it.
     distiller = make()
     own = made_up(base, 0, [2.0, 2.0, 2.0], [ITEMS[4], ITEMS[0], ITEMS[3]])
     other = made_up(base, 1, [1.0, 9.0, 1.5, 3.0], [ELSE, ITEMS[2], ITEMS[0], ITEMS[4]])
@@ -150,17 +147,17 @@ def test_targets_are_those_of_each_position_alone(base, make, own, temperature, 
     chance = torch.Generator().manual_seed(9)
     size = len(base.tokenizer)
     ids = torch.randint(-size // 2, size, (size,), generator=chance).clamp(min=-1).int()
-    mine = made_up(base, 0, [2.0, 1.0, 2.0, 0.5], ITEMS[:4])
+    predictions = made_up(base, 0, [2.0, 1.0, 2.0, 0.5], ITEMS[:4])
     offers = {
         0: made_up(base, 1, [1.0, 3.0, 1.9, 1.0, 1.5], k=TOP + 2),  # more than asked: cut
         1: made_up(base, 2, [1.2, 0.2, 1.5, 1.0, 1.1], k=2),
     }
-    distiller.begin(mine)
-    for number, theirs in offers.items():
-        distiller.offer(number, theirs, ids if mapped else None)
+    distiller.begin(predictions)
+    for number, offer in offers.items():
+        distiller.offer(number, offer, ids if mapped else None)
     teachers = [0, 1, 1, NO_TEACHER, 1]
     assert distiller.teachers.tolist() == teachers
-    expected = naive(distiller, teachers, offers, mine, ids if mapped else None)
+    expected = naive(distiller, teachers, offers, predictions, ids if mapped else None)
     torch.testing.assert_close(
         dense(distiller._mixed_targets(), len(base.tokenizer)), expected, rtol=1e-4, atol=1e-5
     )
@@ -172,27 +169,27 @@ def test_quality_counts_what_was_taken_over(base, make) -> None:
     own = made_up(base, 0, [2.0] * 5)
     distiller.begin(own)
     assert distiller.quality() == {"samples": 0, "positions": 0, "mass": 0}
-    theirs = made_up(base, 1, [1.0, 3.0, 1.0, 3.0, 1.0])
+    offer = made_up(base, 1, [1.0, 3.0, 1.0, 3.0, 1.0])
     size = len(base.tokenizer)
     ids = torch.where(torch.arange(size) % 3 == 0, -1, torch.arange(size)).int()
-    distiller.offer(0, theirs, ids)
+    distiller.offer(0, offer, ids)
     mass = []
     for sample in (0, 2, 4):
         for place in range(*distiller.positions.starts[sample:][:2]):
-            there = counterpart(distiller, sample, int(distiller.positions.ends[place]), theirs)
-            kept = ids[theirs.tokens[there or 0].long()] >= 0
-            probability = theirs.logprobs[there or 0].float().exp()[kept].sum().item()
-            mass.append(0.0 if there is None else probability)
-    found = [value for value in mass if value]
-    assert 0 < len(found) < len(mass)
-    told = distiller.quality()
-    assert told["samples"] == 3
-    assert told["positions"] == pytest.approx(len(found) / len(mass))
-    assert told["mass"] == pytest.approx(sum(found) / len(found), rel=1e-4)
+            position = counterpart(distiller, sample, int(distiller.positions.ends[place]), offer)
+            kept = ids[offer.tokens[position or 0].long()] >= 0
+            probability = offer.logprobs[position or 0].float().exp()[kept].sum().item()
+            mass.append(0.0 if position is None else probability)
+    covered = [value for value in mass if value]
+    assert 0 < len(covered) < len(mass)
+    quality = distiller.quality()
+    assert quality["samples"] == 3
+    assert quality["positions"] == pytest.approx(len(covered) / len(mass))
+    assert quality["mass"] == pytest.approx(sum(covered) / len(covered), rel=1e-4)
 
 
 def test_what_a_side_knows_is_what_its_model_predicts(make) -> None:
-    """Losses per byte of the answer; of a sample that stands twice, once."""
+    # Losses are per byte of the answer. A sample that occurs twice has one loss.
     items = [ITEMS[0], ITEMS[3], ITEMS[0], ITEMS[1]]
     distiller = make(items)
     known, samples = distiller.knowledge(), distiller.samples
@@ -218,8 +215,7 @@ def test_what_a_side_knows_is_what_its_model_predicts(make) -> None:
 
 def test_targets_are_the_answers_tokens(make) -> None:
     distiller = make()
-    batch = distiller.samples.batch(range(len(ITEMS)))
-    assert batch.counted is not None
+    batch: Any = distiller.samples.batch(range(len(ITEMS)))
     assert torch.equal(distiller.labels, batch.ids[:, 1:][batch.counted])
 
 
@@ -230,8 +226,7 @@ def poisoned(bases) -> Base:
     samples = encoded(base, ITEMS)
     rows = [set(samples.ids[a:b].tolist()) for a, b in pairwise(samples.starts.tolist())]
     token = min(rows[2].difference(*rows[:2], *rows[3:]))
-    weight = base.model.get_input_embeddings().weight
-    assert isinstance(weight, Tensor)
+    weight: Any = base.model.get_input_embeddings().weight
     weight.data[token] = torch.nan
     return base
 
@@ -256,7 +251,6 @@ def test_a_side_that_knows_nothing_is_told_what_may_help(make) -> None:
 
 
 def test_a_loss_that_is_not_finite_stops_the_distillation(poisoned) -> None:
-    """Before it is in the adapter."""
     distiller = distiller_of(poisoned, ITEMS[2:3])
     distiller.begin(made_up(poisoned, 0, [2.0], ITEMS[2:3]))
     with pytest.raises(CoterieError, match=r"'ada'.*learning_rate"):
@@ -269,22 +263,16 @@ def test_a_loss_that_is_not_finite_stops_the_distillation(poisoned) -> None:
     ("task", "temperature", "own"),
     [(1.0, 1, "labels"), *product([0.3], [1, 2], ["labels", "none"]), (0.0, 1, "none")],
 )
-def test_distillation_is_plain_training_on_both_losses(
-    base, make, task, temperature, own, clip
-) -> None:
-    """AdamW, step by step; the teachers' part by all logits. With labels alone: as usual.
-
-    As published (own: none), the teachers' part is a mean over the samples that are taught; also
-    where a batch is computed in pieces.
-    """
-    training = TRAINING.model_copy(
-        update={"max_grad_norm": clip, "micro_batch": 1 if own == "none" else None}
-    )
+def test_distillation_is_training_on_both_losses(base, make, task, temperature, own, clip) -> None:
+    # As published (own: none), the teachers' loss is a mean over the samples that are taught, also
+    # if a batch is computed in pieces.
+    limits = {"max_grad_norm": clip, "micro_batch": 1 if own == "none" else None}
+    training = TRAINING.model_copy(update=limits)
     settings = {"task_weight": task, "temperature": temperature, "own": own}
     distiller = make(training=training, epochs=2, **settings)
     distiller.begin(made_up(base, 0, [2.0] * 5))
     distiller.offer(0, made_up(base, 1, [1.0, 3.0, 1.0, 3.0, 1.0]))
-    loss = distiller.distil(1)
+    mean_loss = distiller.distil(1)
     other = make(training=training)
     model, wanted = other.model(), dense(distiller.targets, len(base.tokenizer))
     parameters = list(other.adapter.tensors().values())
@@ -297,11 +285,9 @@ def test_distillation_is_plain_training_on_both_losses(
         order = torch.randperm(5, generator=generator(3, "public", "ada", 1, turn))
         for chosen in order.split(2):
             batch = other.samples.batch(chosen)
-            found = language_model_loss(model, *batch)
+            loss = language_model_loss(model, *batch)
             if task < 1:
-                rows = [
-                    n for sample in chosen for n in range(*distiller.positions.starts[sample:][:2])
-                ]
+                rows = [n for s in chosen for n in range(*distiller.positions.starts[s:][:2])]
                 logits = model(batch.ids[:, :-1]).logits[batch.counted]
                 logprobs = (logits / temperature).log_softmax(-1)
                 taught = -(wanted[rows] * logprobs).sum(-1)
@@ -309,14 +295,14 @@ def test_distillation_is_plain_training_on_both_losses(
                     sizes = distiller.positions.starts.diff()[chosen]
                     by = (distiller.teachers[chosen] != NO_TEACHER).repeat_interleave(sizes)
                     taught = taught[by] if by.any() else 0 * taught
-                found = task * found + (1 - task) * taught.mean()
-            found.backward()
+                loss = task * loss + (1 - task) * taught.mean()
+            loss.backward()
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(parameters, clip)
             optimiser.step()
             optimiser.zero_grad()
-            losses.append(found.item())
-    assert loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+            losses.append(loss.item())
+    assert mean_loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     tensors = (each.adapter.tensors() for each in (distiller, other))
     torch.testing.assert_close(*tensors, rtol=1e-3, atol=1e-4)
 

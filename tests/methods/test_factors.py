@@ -17,9 +17,10 @@ def factors(client: Any, factor: str) -> dict[str, Tensor]:
     return copied({n: p.tensor for n, p in parameters if p.factor == factor})
 
 
-@pytest.mark.parametrize(
-    ("method", "shared", "private"), [("fedsa", "A", "B"), ("fed-alora", "B", "A")]
-)
+CASES = [("fedsa", "A", "B"), ("fed-alora", "B", "A")]
+
+
+@pytest.mark.parametrize(("method", "shared", "private"), CASES)
 def test_one_factor_is_averaged_and_the_other_stays(method, shared, private, config) -> None:
     local: Any = joined(config(method=method, rounds=2))
     clients = list(local.clients.values())

@@ -32,7 +32,7 @@ def unfused(monkeypatch) -> None:
 
 
 def rounds(local, count: int, first: int = 0):
-    """Rounds of the poet and the whaler, with what was sent down and up in each."""
+    """Execute rounds of the poet and the whaler; yield the downloads and uploads of each."""
     for number in range(first, first + count):
         before = local.message("poet")["adapter"]
         uploads = one_round(local, number, ["poet", "whaler"])
@@ -40,7 +40,7 @@ def rounds(local, count: int, first: int = 0):
 
 
 def aggregated(local, number: int, uploads: dict[str, dict[str, torch.Tensor]]) -> None:
-    """The server's end of a round."""
+    """Aggregate uploads on the server, and end the round."""
     messages = {name: Message(number, {"adapter": sent}) for name, sent in uploads.items()}
     close(local, number, messages)
 
@@ -90,9 +90,9 @@ def test_round_0_trains_the_private_adapter_alone_and_uploads_it(config, monkeyp
     logged = []
     monkeypatch.setattr(local.recorder, "log", lambda *_: None)
     object.__setattr__(client.context, "log", lambda name, value: logged.append(name))
-    (one,) = rounds(local, 1)
+    (first_round,) = rounds(local, 1)
     assert logged == ["loss/alone"] * 3 + ["fusion"]
-    _, first, ups = one
+    _, first, ups = first_round
     assert equal(first, start)
     assert equal(ups["poet"], copied(client.private.tensors()))
     assert not equal(ups["poet"], start)
@@ -115,7 +115,7 @@ def test_a_private_adapter_can_be_trained_on_its_own(config, unfused) -> None:
     local = sides(config(rounds=6), FDLora(private="trained"))
     client = local.clients["poet"]
     seen = [(copied(client.private.tensors()), ups["poet"]) for _, _, ups in rounds(local, 3)]
-    assert all(not equal(one[0], other[0]) for one, other in pairwise(seen))
+    assert all(not equal(before[0], after[0]) for before, after in pairwise(seen))
     assert not any(equal(private, upload) for private, upload in seen[1:])
     # What the server sends changes nothing in it.
     again = sides(config(rounds=6), FDLora(private="trained")).clients["poet"]
@@ -127,7 +127,7 @@ def test_a_private_adapter_can_be_trained_on_its_own(config, unfused) -> None:
 
 
 def cost(client, weights, round: int) -> float:
-    """The loss of a sum of both adapters, written into a third one, and the weights' price."""
+    """Return the loss of the weighted sum of both adapters plus the penalty of the weights."""
     context = client.context
     chance = generator(context.seed, "fusion", context.name, round)
     size = context.training.batch
@@ -181,7 +181,7 @@ def test_fused_parameters_are_the_weighted_sum_of_both(config) -> None:
 
 def test_weights_are_found_again_whatever_chance_was_used_for(config) -> None:
     pytest.importorskip("nevergrad")  # draws from NumPy's generator when it is first imported
-    found = []
+    results = []
     for seed in (1, 2):
         torch.manual_seed(seed)
         np.random.seed(seed)
@@ -191,9 +191,9 @@ def test_weights_are_found_again_whatever_chance_was_used_for(config) -> None:
         trained, client.weights = client.weights, [9.0, 9.0]
         client.receive(down(local, "poet"))
         assert client.weights != [9.0, 9.0]
-        found.append((trained, client.weights))
+        results.append((trained, client.weights))
         assert np.random.random() == np.random.RandomState(seed).random()  # nothing was drawn
-    assert found[0] == found[1]
+    assert results[0] == results[1]
 
 
 def test_a_late_client_first_trains_alone_then_as_the_others(config, unfused) -> None:

@@ -66,7 +66,7 @@ def test_shared_parts_are_averaged_over_all_and_experts_over_their_holders(start
 
 
 def inputs(client: Any, path: str, rows: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The inputs of a layer, of which each row is read alone."""
+    """Return the inputs of a layer for rows that are computed one by one."""
     model, seen = client.model(), []
     layer = model.get_submodule(path)
     hook = layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0][0]))
@@ -110,7 +110,7 @@ def test_mean_embeddings_are_those_of_a_naive_loop(start) -> None:
 
 @pytest.mark.parametrize(("score_scale", "dim"), [("rank", 4), ("dim", 32)])
 def test_experts_choose_by_relevance(start, score_scale, dim, monkeypatch) -> None:
-    """Relevance and assignments are compared with naive versions in test_assignment.py."""
+    # Relevance and assignments are compared with naive versions in test_assignment.py.
     router = {"top_k": 1, "score_scale": score_scale}
     local = start(experts=3, clients_per_expert=1, min_experts=1, max_experts=1, router=router)
     given = []
@@ -131,17 +131,17 @@ def test_experts_choose_by_relevance(start, score_scale, dim, monkeypatch) -> No
 
 
 def test_assignments_depend_on_round_and_participants_alone(start) -> None:
-    one, other = start(), start()
-    one_round(one, 0)
+    first, other = start(), start()
+    one_round(first, 0)
     one_round(other, 0)
-    one.open(one.config.turn(1), list(WRITERS))
+    first.open(first.config.turn(1), list(WRITERS))
     other.open(nth(1), ["diarist", "poet"])  # too few uploads; the round is opened again
     other.open(other.config.turn(1), list(WRITERS))
     fresh = start()
-    fresh.value = fresh.value.restored(one.value.state())
+    fresh.value = fresh.value.restored(first.value.state())
     fresh.open(fresh.config.turn(1), list(WRITERS))
     for name in WRITERS:
-        messages = [run.message(name).encode() for run in (one, other, fresh)]
+        messages = [run.message(name).encode() for run in (first, other, fresh)]
         assert messages[0] == messages[1] == messages[2]
 
 
@@ -193,7 +193,7 @@ def noisy_with(**privacy: float) -> dict[str, object]:
 
 
 def whole(upload: Message) -> torch.Tensor:
-    """All that a client tells of its samples."""
+    """Return all values in an upload that describe a client's samples."""
     groups = ("experts", "tokens")
     return torch.cat([mean for g in groups for _, mean in sorted(upload[g].items())])
 
@@ -210,33 +210,31 @@ def test_private_means_are_clipped_and_noisy(start) -> None:
     assert whole(noisy).norm() > 10 * whole(hidden).norm()
 
 
-def test_one_sample_moves_what_is_told_of_it_by_its_bound_and_no_adapter(
-    start, monkeypatch
-) -> None:
-    """Two adjacent data sets, the same downloads, five rounds: the bound that the noise assumes."""
+def test_one_sample_changes_uploads_by_its_bound_and_no_adapter(start, monkeypatch) -> None:
+    # The two data sets are adjacent; the noise is calibrated to this bound.
     monkeypatch.setattr("coterie.methods.fedamole.client.noise_for", lambda *_: 1e-12)
     share, clip = 0.1, 0.5
     local = start(embeddings={"share": share, **noisy_with(clip=clip)})
-    one: Any = local.clients["poet"]
-    context, count = one.context, len(one.samples.ids)
+    poet: Any = local.clients["poet"]
+    context, count = poet.context, len(poet.samples.ids)
     local_data = start(assignment="random").clients["poet"].context.data  # with the embedding set
     exchanged = local_data.train.ids.clone()
     size = context.window + 1
     pieces = exchanged.unfold(0, size, size)
-    at = (pieces == one.samples.ids[0]).all(1).nonzero()[0, 0]
+    at = (pieces == poet.samples.ids[0]).all(1).nonzero()[0, 0]
     pieces[at] = pieces[at].flip(0)  # one sample of the embedding set is another
     data = replace(context.data, train=replace(local_data.train, ids=exchanged))
-    other = FedAMoLEClient(one.settings, replace(context, data=data, ledger=Ledger()))
+    other = FedAMoLEClient(poet.settings, replace(context, data=data, ledger=Ledger()))
     moved = []
     for round in range(5):
         local.open(local.config.turn(round), [*WRITERS])
         other.receive(down(local, "poet"))
         other.train(local.config.turn(round))
         turn = local.config.turn(round)
-        theirs, uploads = other.upload(turn), {n: step(local, n, round) for n in WRITERS}
-        mine = uploads["poet"]
-        assert all(torch.equal(t, theirs["adapter"][n]) for n, t in mine["adapter"].items())
-        moved.append((whole(mine) - whole(theirs)).norm().item())
+        adjacent, uploads = other.upload(turn), {n: step(local, n, round) for n in WRITERS}
+        own = uploads["poet"]
+        assert all(torch.equal(t, adjacent["adapter"][n]) for n, t in own["adapter"].items())
+        moved.append((whole(own) - whole(adjacent)).norm().item())
         close(local, round, uploads)
     assert min(moved) > 0
     assert max(moved) <= 2 * clip / count
@@ -252,16 +250,16 @@ def test_nothing_is_trained_on_the_embedding_set(start) -> None:
 
 
 def test_a_round_that_is_opened_again_is_told_of_with_other_noise(start) -> None:
-    """With equal noise, the difference of the two uploads would have none."""
+    # With equal noise, the difference of the two uploads would have no noise.
     local = start(embeddings=noisy_with(epsilon=1e-3, clip=1e-6))  # as good as nothing but noise
     client = local.clients["poet"]
-    state, told = client.state(), []
+    state, vectors = client.state(), []
     for names in (["diarist", "poet", "whaler"], ["poet", "whaler"]):
         local.open(local.config.turn(0), names)
         client.restore(state)
         upload = step(local, "poet", 0)
-        told.append(torch.cat([upload["tokens"][path] for path in PATHS]))
-    assert not torch.allclose(*told, rtol=0.1, atol=0)
+        vectors.append(torch.cat([upload["tokens"][path] for path in PATHS]))
+    assert not torch.allclose(*vectors, rtol=0.1, atol=0)
 
 
 def test_a_download_of_unknown_experts_is_refused(start) -> None:
@@ -276,12 +274,12 @@ def test_a_download_of_unknown_experts_is_refused(start) -> None:
     wrong += [{**values, "count": count} for count in (10**9, 1, True)]
     experts = [{PATHS[0]: each} for each in ([*first, 6], first[::-1], first[:-1])]
     wrong += [{**values, "held": {**held, **other}} for other in (*experts, {"lm_head": [3]})]
-    messages = [(tensors, told) for told in (*wrong, {**values, "held": {PATHS[0]: first}})]
+    messages = [(tensors, placed) for placed in (*wrong, {**values, "held": {PATHS[0]: first}})]
     messages.append(({**tensors, name: tensors[name][:1]}, values))
     messages.append(({**tensors, "domain.3/lm_head.A": tensors[name]}, values))
-    for adapter, told in messages:
+    for adapter, placed in messages:
         with pytest.raises(CoterieError):
-            client.receive(Message(0, {"adapter": adapter}, told))
+            client.receive(Message(0, {"adapter": adapter}, placed))
     upload = step(local, "poet", 0, good)
     with pytest.raises(MessageError, match="was not expected"):
         close(local, 0, {"whaler": upload})
@@ -313,7 +311,6 @@ def test_padding_is_in_no_mean(values, questions) -> None:
     upload = one_round(local, 0)["poet"]
     client: Any = local.clients["poet"]
     samples = client.samples
-    assert samples.real is not None
     assert not samples.real.all()
     rows = zip(samples.ids, samples.real, strict=True)
     tokens = inputs(client, PATHS[0], (row[: int(real.sum())] for row, real in rows))

@@ -31,7 +31,7 @@ def values(adapter: Any) -> dict[str, Tensor]:
 
 
 def filled(adapter: Any, seed: int) -> dict[str, Tensor]:
-    """Give an adapter's tensors fixed values, and return copies that require gradients."""
+    """Fill an adapter's tensors with fixed values, and return copies that require gradients."""
     fill(adapter.tensors(), 0.1, seed)
     return {name: tensor.requires_grad_() for name, tensor in values(adapter).items()}
 

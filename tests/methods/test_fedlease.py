@@ -22,12 +22,11 @@ def test_routing_follows_the_slots_of_each_token() -> None:
     torch.manual_seed(0)
     base, own, M = torch.nn.Linear(6, 5), 1, 3
     layout = Layout(M, 0, 2, attention_rank=0, alpha=4.0, scale="rank", top_k=M)
-    layer = LeaseLinear(base, "q", layout, own)
+    layer: Any = LeaseLinear(base, "q", layout, own)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     x = torch.randn(2, 7, 6)
     pairs = pairs_in(layer)
-    assert layer.router is not None
     assert len(layer.router) == 2 * M - 1
     counts = set()
     for token, output in zip(x.flatten(0, 1), layer(x).flatten(0, 1), strict=True):
@@ -47,7 +46,7 @@ def test_routing_follows_the_slots_of_each_token() -> None:
 
 
 def naive(distances: np.ndarray, most: int) -> list[int]:
-    """Cluster by merging the two nearest clusters until there are k, for every k."""
+    """Merge the two nearest clusters until there are k, for every k; return the best labels."""
     n, best = len(distances), (-2.0, [0] * len(distances))
     for k in range(2, min(most, n - 1) + 1):
         groups = [[i] for i in range(n)]

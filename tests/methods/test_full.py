@@ -26,7 +26,7 @@ def plain(path) -> Any:
 
 
 def trained(run) -> Any:
-    """A client after its first round."""
+    """Return a client after its first round."""
     local = joined(run)
     local.open(local.config.turn(0), ["poet"])
     client: Any = local.clients["poet"]
@@ -37,7 +37,7 @@ def trained(run) -> Any:
 
 @each_family
 def test_a_round_is_that_of_a_plain_model(config, bases, monkeypatch, family) -> None:
-    """With SGD, as AdamW makes steps of one size even of gradients that are rounding errors."""
+    # With AdamW, the step of a gradient that consists of rounding errors would have full size.
     batches = []
     sampled = local_training.sample_batch
     keep = lambda *args: batches.append(sampled(*args)) or batches[-1]  # noqa: E731
@@ -57,8 +57,8 @@ def test_a_round_is_that_of_a_plain_model(config, bases, monkeypatch, family) ->
     first = plain(bases / family).state_dict()
     for name, weight in naive.named_parameters():
         owner, _, leaf = name.rpartition(".")
-        found = getattr(model.get_submodule(owner), leaf)
-        assert torch.allclose(found, weight, atol=1e-6), name
+        actual = getattr(model.get_submodule(owner), leaf)
+        assert torch.allclose(actual, weight, atol=1e-6), name
     moved = [n for n, w in naive.state_dict().items() if not torch.equal(w, first[n])]
     assert len(moved) > len(first) / 2
 
@@ -122,18 +122,17 @@ def test_quantised_weights_are_refused(bases) -> None:
         FullAdapter(base)
 
 
-@pytest.mark.parametrize("method", ["comigs-1g1s", "fedamole", "fedprompt"])
-def test_another_method_runs_on_the_base_that_was_fine_tuned(config, tmp_path, method) -> None:
-    """As in a comparison, where all rows share one base."""
+def test_other_methods_run_on_the_base_that_was_fine_tuned(config, tmp_path) -> None:
+    # In a comparison, all rows share one base.
 
     def scores(session: Session, name: str, method: str) -> list[float]:
         run = config(method=method, rounds=1)
-        folder = RunFolder.create(
-            tmp_path / name, session.description(run, session.participants(run))
-        )
+        description = session.description(run, session.participants(run))
+        folder = RunFolder.create(tmp_path / f"{name}-{method}", description)
         session.start(run, folder).run()
         return [line["value"] for line in folder.metrics() if line["name"] != "seconds"]
 
     shared = Session(config())
-    scores(shared, "full", "local-full")
-    assert scores(shared, "after", method) == scores(Session(config()), "alone", method)
+    scores(shared, "before", "local-full")
+    for method in ("comigs-1g1s", "fedamole", "fedprompt"):
+        assert scores(shared, "after", method) == scores(Session(config()), "alone", method)

@@ -45,7 +45,7 @@ SHAPES: list[Callable[[Tensor], Tensor]] = [
 
 
 def changed(message: Message, rng: random.Random) -> Message:
-    """A message in which one thing is not what it should be."""
+    """Return a message with one wrong entry."""
     groups: Groups = {name: dict(tensors) for name, tensors in message.groups.items()}
     values, tensors = dict(message.values), [(g, n) for g in groups for n in groups[g]]
     if values and (not tensors or rng.randrange(3) == 0):
@@ -61,15 +61,15 @@ def changed(message: Message, rng: random.Random) -> Message:
                 groups[rng.choice(["adapter", "values", "x"])] = groups.pop(group)
             case 3:
                 other = rng.choice(list(groups[group]))
-                mine = groups[group]
-                mine[name], mine[other] = mine[other].clone(), mine[name].clone()
+                in_group = groups[group]
+                in_group[name], in_group[other] = in_group[other].clone(), in_group[name].clone()
             case _:
                 groups[group][name] = rng.choice(SHAPES)(groups[group][name]).clone()
     return Message(message.exchange, groups, values)
 
 
 def wrong(message: Message, rng: random.Random) -> bytes | None:
-    """The bytes of a message that was changed once or twice, if there are any."""
+    """Return the bytes of a message with one or two wrong entries, or None if it has no bytes."""
     try:
         for _ in range(rng.choice([1, 1, 2])):
             message = changed(message, rng)
@@ -79,41 +79,41 @@ def wrong(message: Message, rng: random.Random) -> bytes | None:
 
 
 def fuzz(run: Any, seed: int, count: int) -> Counter[str]:
-    """Send a server so many wrong hellos and uploads; what it said of them."""
+    """Send a server wrong hellos and uploads, and count its answers."""
     local, twin = joined(run), joined(run)
     names, rng = sorted(local.clients), random.Random(seed)
     uploads = {}
-    for one in (local, twin):
-        one.open(one.config.turn(0), names)
-        uploads[one.server] = {name: step(one, name, 0) for name in names}
-    found, accepted = Counter[str](), list[bytes]()
+    for side in (local, twin):
+        side.open(side.config.turn(0), names)
+        uploads[side.server] = {name: step(side, name, 0) for name in names}
+    outcomes, accepted = Counter[str](), list[bytes]()
     hello = local.clients[ROGUE].hello()
     for number in range(count):
         of_hello = number % 4 == 0
         data = wrong(hello if of_hello else uploads[local.server][ROGUE], rng)
         if data is None:
-            found["unwritable"] += 1
+            outcomes["unwritable"] += 1
             continue
         try:
             (say_hello if of_hello else upload)(local, data)
-            found["taken"] += 1
+            outcomes["taken"] += 1
             accepted += [] if of_hello else [data]
         except CoterieError:
-            found["refused"] += 1
+            outcomes["refused"] += 1
         except BaseException as error:
             raise AssertionError(f"{error!r} on {data[:3000]!r}") from error
     say_hello(local, local.clients.host(ROGUE).hello())
     for data in accepted[:MOST_PASSED_ON]:
         pass_on(local, uploads[local.server] | {ROGUE: local.schema.receive("up", data)})
-    for one in (local, twin):
-        one.open(one.config.turn(0), names)
-        close(one, 0, {n: u for n, u in uploads[one.server].items() if n != ROGUE})
+    for side in (local, twin):
+        side.open(side.config.turn(0), names)
+        close(side, 0, {n: u for n, u in uploads[side.server].items() if n != ROGUE})
     assert_equal(local.value.state(), twin.value.state(), "server")
-    return found
+    return outcomes
 
 
 def pass_on(local: LocalRun, uploads: dict[str, Message]) -> None:
-    """The others can use what comes of an upload that the server took, or of others' beside it."""
+    """Check that the other clients can use the result of the accepted uploads."""
     before, names = State.decode(local.value.state().encode()), sorted(uploads)
     local.open(local.config.turn(0), names)
     try:
@@ -141,9 +141,9 @@ def upload(local: LocalRun, data: bytes) -> None:
 
 
 def test_a_server_takes_or_refuses_what_clients_say(each_run) -> None:
-    found = fuzz(each_run, seed=0, count=40)
+    outcomes = fuzz(each_run, seed=0, count=40)
     if each_run.method.schema().up:
-        assert found["refused"] > 12, found
+        assert outcomes["refused"] > 12, outcomes
 
 
 @pytest.mark.thorough

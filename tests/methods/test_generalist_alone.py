@@ -7,7 +7,7 @@ from coterie.engines.session import Session
 
 
 def test_a_client_with_the_generalist_alone_learns_with_the_others(config) -> None:
-    """It has no specialist and no router; generalists are averaged over all clients."""
+    # The client has no specialist and no router; generalists are averaged over all clients.
     specialists = {"poet": 0, "others": 3}
     method = {"name": "comigs-1g1s", "mlp": {"specialists": specialists}}
     run = start(Session(config()), config(method=method))

@@ -73,7 +73,7 @@ def test_a_reduction_that_no_mean_would_use_is_refused(method, name, config) -> 
 
 
 def test_a_client_without_a_group_may_not_join(config) -> None:
-    """A deployment may admit clients that the run file does not name."""
+    # A deployment may admit clients that the run file does not name.
     local: Any = joined(run_of(config))
     with pytest.raises(MessageError, match="no group of the client 'stranger'"):
         local.join("stranger", local.clients["poet"].hello())

@@ -12,9 +12,7 @@ from coterie.testing.loop import assert_equal
 from coterie.testing.rounds import down, joined
 
 NAMES = ("diarist", "poet", "whaler")
-SETTINGS: dict[str, dict[str, Any]] = {
-    "grouped": {"groups": dict.fromkeys(NAMES, "all")},
-}
+SETTINGS: dict[str, dict[str, Any]] = {"grouped": {"groups": dict.fromkeys(NAMES, "all")}}
 LIMITED = ["fedavg", "comigs-1g1s", "ditto", "grouped", "fedsa", "fedprompt"]
 REFUSED = ["hetlora", "flexlora", "fedamole", "cobo", "pcl-1", "pcl-2", "pcl-3", "pcl-uniform"]
 
@@ -31,7 +29,7 @@ def start(config):
 
 
 @pytest.mark.parametrize("name", LIMITED)
-def test_a_mean_of_all_clients_is_permitted_and_a_mean_of_two_is_not(name, start) -> None:
+def test_means_of_all_clients_are_permitted_and_of_two_are_not(name, start) -> None:
     limited, other = start(name, 2), start(name, 1)
     for local in (limited, other):
         forged_round(local, 0)
@@ -49,7 +47,7 @@ def test_a_mean_of_all_clients_is_permitted_and_a_mean_of_two_is_not(name, start
 
 
 def test_a_mean_of_two_others_without_the_own_upload_is_permitted(start) -> None:
-    """FedALT sends each client the mean of all other clients."""
+    # FedALT sends each client the mean of all other clients.
     limited, other = start("fedalt", 2), start("fedalt", 1)
     for local in (limited, other):
         forged_round(local, 0)
@@ -68,7 +66,7 @@ def test_exact_means_are_refused(start) -> None:
 
 
 def test_every_method_is_either_limited_or_refused_or_sends_nothing() -> None:
-    """A field that the server gets from each client, and does not average, has no limit."""
+    # A field that the server receives from each client, and does not average, has no limit.
     refused = set()
     for name, kind in available().items():
         schema = kind().schema()

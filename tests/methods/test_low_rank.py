@@ -9,7 +9,7 @@ from coterie.methods.low_rank import LowRankSum, PaddedMean, product_norm
 
 
 def products(count: int, rows: int = 12, columns: int = 20) -> list[tuple[Tensor, Tensor]]:
-    """Of ranks 1, 2, 3, 1, ...: B (rows, r) and A (r, columns)."""
+    """Return pairs of ranks 1, 2, 3, 1, ...: B (rows, r) and A (r, columns)."""
     chance = torch.Generator().manual_seed(count)
     ranks = [1 + i % 3 for i in range(count)]
     return [
@@ -94,7 +94,7 @@ def test_pairs_of_different_ranks_are_padded_with_zeros() -> None:
     assert torch.equal(means[0].result(), B)  # asking changes nothing
 
 
-def test_the_first_of_the_largest_rank_is_not_changed_by_those_after_it() -> None:
+def test_the_first_client_of_the_largest_rank_keeps_its_adapter() -> None:
     mean = PaddedMean(torch.zeros(3, 2))
     B = torch.ones(3, 2).double()
     for _ in range(2):

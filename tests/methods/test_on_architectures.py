@@ -34,7 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def folder_of(folders: Path, name: str) -> Path:
-    """A base that a run file can name."""
+    """Return the folder of a base."""
     folder = folders / name
     if not folder.exists():
         tokenizer = load_tokenizer("tiny-gpt2")
@@ -45,7 +45,7 @@ def folder_of(folders: Path, name: str) -> Path:
 
 
 CASES = [(architecture, method) for architecture in ARCHITECTURES for method in TOLD]
-SLOW = {(one, TOLD[number % len(TOLD)]) for number, one in enumerate(ARCHITECTURES)}
+SLOW = {(name, TOLD[number % len(TOLD)]) for number, name in enumerate(ARCHITECTURES)}
 SLOW |= {case for case in CASES if case[0] in ("gpt2", "llama", "mixtral", "falcon_h1")}
 """One method on each architecture, and all methods on four; the other cases are thorough."""
 
@@ -80,7 +80,7 @@ def test_it_trains(architecture, method, folders, config, tmp_path) -> None:
 
 
 def loss(local: LocalRun, name: str, ids: Tensor) -> float:
-    """A client's loss on a batch."""
+    """Return a client's loss on a batch."""
     with torch.no_grad():
         return language_model_loss(local.clients[name].model(), ids).item()
 
@@ -90,7 +90,7 @@ def values(parts: Mapping[str, Parameter]) -> dict[str, Tensor]:
 
 
 def equal_where_shared(local: LocalRun) -> None:
-    """What travels arrived equal at everybody who holds it."""
+    """Check that all clients have equal values of the parameters that are sent."""
     arrived: dict[str, Tensor] = {}
     for client in local.clients.values():
         shared = {n: p for n, p in client.parameters().items() if local.config.method.shared(p)}

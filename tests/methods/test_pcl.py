@@ -13,7 +13,7 @@ from coterie.config.run import parse
 from coterie.data.windows import sample_batch
 from coterie.errors import CoterieError
 from coterie.evaluation.evaluate import top_logits
-from coterie.losses.tokens import Batch, language_model_loss
+from coterie.losses.tokens import language_model_loss
 from coterie.methods.pcl.trust import sparse_distance, trust_row
 from coterie.methods.tensors import copied, copy
 from coterie.runs import RunFolder
@@ -24,7 +24,7 @@ NAMES = ("diarist", "poet", "whaler")
 
 
 def started(run, rounds: int) -> Any:
-    """A run's sides after some rounds; the next downloads are at hand."""
+    """Return a run after some rounds, with the downloads of the next round."""
     local = joined(run)
     for round in range(rounds):
         one_round(local, round)
@@ -95,13 +95,12 @@ def test_validation_trust_is_the_softmax_of_minus_the_losses(config, form) -> No
 
 
 def test_prediction_trust_compares_everybody_on_the_same_public_windows(values) -> None:
-    """The distance of predictions is compared with dense logits in test_trust.py."""
+    # The distance of predictions is compared with dense logits in test_trust.py.
     whole = values(method={"name": "pcl-3", "warmup": 1, "every": 1, "logits": 5})
     local = started(parse({**whole, "data": {**whole["data"], "public": "poet.txt"}}), 1)
     predictions = {}
     for name, client in local.clients.items():
-        batch = sample_batch(client.context.public, 8, 16, generator(0, "public", 1))
-        assert isinstance(batch, Batch)
+        batch: Any = sample_batch(client.context.public, 8, 16, generator(0, "public", 1))
         client.model()
         logits, places = top_logits(client.context.base, batch, 5, at_once=3)
         best = client.context.base.model(batch.ids[:, :-1]).logits[:, -1].topk(5)
@@ -125,7 +124,7 @@ def test_prediction_trust_compares_everybody_on_the_same_public_windows(values) 
     ],
 )
 def test_weights_travel_where_they_are_compared_or_mixed(config, name, form, groups) -> None:
-    """Table 1 of the paper: only scores of the weights themselves need them beside the updates."""
+    # Table 1 of the paper: only scores of the weights themselves need weights beside the updates.
     local = joined(config(method={"name": name, "form": form, "warmup": 1, "every": 1}))
     assert {frozenset(u.groups) for u in one_round(local, 0).values()} == {frozenset(groups)}
 
@@ -134,16 +133,15 @@ def test_weights_travel_where_they_are_compared_or_mixed(config, name, form, gro
 def test_the_released_form_draws_each_clients_a_apart(config, form) -> None:
     clients = joined(config(method={"name": "pcl-uniform", "form": form})).clients
     poet, whaler = (clients[name] for name in ("poet", "whaler"))
-    theirs = adapter(whaler)
+    others = adapter(whaler)
     for name, tensor in adapter(poet).items():
         apart = form == "released" and poet.parameters()[name].factor == "A"
-        assert torch.equal(tensor, theirs[name]) != apart
+        assert torch.equal(tensor, others[name]) != apart
 
 
-def test_uniform_trust_in_the_released_form_is_federated_averaging_after_a_warm_up(config) -> None:
-    local = joined(
-        config(method={"name": "pcl-uniform", "form": "released", "warmup": 2, "every": 1})
-    )
+def test_uniform_trust_as_released_is_federated_averaging_after_a_warm_up(config) -> None:
+    method = {"name": "pcl-uniform", "form": "released", "warmup": 2, "every": 1}
+    local = joined(config(method=method))
     assert not any(upload.groups for upload in one_round(local, 0).values())
     one_round(local, 1)
     uploads = one_round(local, 2)
@@ -156,11 +154,11 @@ def test_trust_can_be_measured_without_mixing(config, tmp_path) -> None:
     measured = coterie.run(config(method=method), out=tmp_path / "measured")
     folder = RunFolder(measured.path)
     assert sum(line["name"] == "trust" for line in folder.metrics()) == 9
-    mine = folder.load("client-poet")["adapter"]
+    adapter = folder.load("client-poet")["adapter"]
     never = {**method, "warmup": 100}
     other = coterie.run(config(method=never), out=tmp_path / "never")
-    theirs = RunFolder(other.path).load("client-poet")["adapter"]
-    assert equal(mine, theirs)
+    plain = RunFolder(other.path).load("client-poet")["adapter"]
+    assert equal(adapter, plain)
 
 
 @pytest.mark.parametrize(

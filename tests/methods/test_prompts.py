@@ -28,14 +28,14 @@ each_family = pytest.mark.parametrize("family", ["gpt2", "llama"])
 
 
 def trained(run) -> Any:
-    """A client after a round, and its upload."""
+    """Return a client after a round, and its upload."""
     local: Any = joined(run)
     local.open(local.config.turn(0), ["poet"])
     return local.clients["poet"], step(local, "poet", 0)
 
 
 def prompt_of(client) -> torch.Tensor:
-    """The vectors before the text, (tokens, dim), from the parameters alone."""
+    """Return the soft prompt, (tokens, dim), from the parameters alone."""
     p = {n.removeprefix("prompt/"): t for n, t in client.adapter.tensors().items()}
     x = p["embedding.weight"]
     if len(p) == 1:
@@ -46,7 +46,7 @@ def prompt_of(client) -> torch.Tensor:
 
 
 def naive_logits(model, prompt, ids) -> torch.Tensor:
-    """ids: (time,) to (time, vocabulary)."""
+    """Return the logits, (time, vocabulary), of `ids`, (time,)."""
     words = model.get_input_embeddings()(ids)
     return model(inputs_embeds=torch.cat([prompt, words])[None]).logits[0, len(prompt) :]
 
@@ -60,7 +60,7 @@ def test_loss_and_gradient_of_a_padded_batch(config, bases, method, family) -> N
     rows = [torch.randint(3, 400, (n,), generator=chance) for n in lengths]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     inside = torch.arange(12) < torch.tensor(lengths)[:, None]
-    batch = Batch(ids, (inside & (torch.arange(12) >= 4))[:, 1:], inside[:, 1:])
+    batch: Any = Batch(ids, (inside & (torch.arange(12) >= 4))[:, 1:], inside[:, 1:])
     client.adapter.require_grad(of_roles("prompt"))
     parameters = client.adapter.tensors()
     plain = AutoModelForCausalLM.from_pretrained(bases / family)
@@ -72,12 +72,11 @@ def test_loss_and_gradient_of_a_padded_batch(config, bases, method, family) -> N
 
     expected = torch.autograd.grad(naive().mean(), list(parameters.values()))
     loss = language_model_loss(client.model(), *batch)
-    found = torch.autograd.grad(loss, list(parameters.values()))
+    gradients = torch.autograd.grad(loss, list(parameters.values()))
     assert torch.allclose(loss, naive().mean(), atol=1e-5)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert theirs.abs().max() > 0
-        assert torch.allclose(mine, theirs, atol=1e-5 * float(theirs.abs().max()) + 1e-7)
-    assert batch.counted is not None
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        assert wanted.abs().max() > 0
+        assert torch.allclose(gradient, wanted, atol=1e-5 * float(wanted.abs().max()) + 1e-7)
     scored = token_losses(client.model(), *batch)[batch.counted]
     assert torch.allclose(scored, naive().detach(), atol=1e-5)
 
@@ -91,8 +90,8 @@ def test_a_server_without_weights_draws_the_clients_first_values(config, bases, 
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(6)
     skeleton = load_skeleton(str(bases / "gpt2"))
-    mine = client.context
-    context = ServerContext(mine.seed, skeleton, ("poet",), lambda *_: None, mine.training)
+    own = client.context
+    context = ServerContext(own.seed, skeleton, ("poet",), lambda *_: None, own.training)
     server = method.server(context)
     value = server.join(server.initial(), "poet", client.hello())
     first = client.adapter.tensors()
@@ -134,9 +133,9 @@ def test_the_whole_encoder_travels_and_is_averaged(config) -> None:
 @each_method
 def test_clients_take_turns_on_one_base(config, method) -> None:
     local: Any = joined(config(method=method))
-    one, other = local.clients["poet"], local.clients["whaler"]
-    base = one.context.base.model
-    digest, ids = one.context.base.digest, torch.arange(3, 15)
+    poet, whaler = local.clients["poet"], local.clients["whaler"]
+    base = poet.context.base.model
+    digest, ids = poet.context.base.digest, torch.arange(3, 15)
     for name in ("poet", "whaler"):
         local.open(local.config.turn(0), [name])
         step(local, name, 0)
@@ -144,19 +143,19 @@ def test_clients_take_turns_on_one_base(config, method) -> None:
         bare = base(input_ids=ids[None]).logits
         lora = FedIT().adapter(base, 0, "poet")
         lora.tensors()["dense/transformer.h.0.attn.c_attn.B"].fill_(0.1)
-        found = {}
+        outputs = {}
         for _ in range(2):
-            for client in (one, other):
+            for client in (poet, whaler):
                 lora.attach(base)
                 logits = client.model()(input_ids=ids[None], logits_to_keep=12).logits[0]
                 assert torch.allclose(logits, naive_logits(base, prompt_of(client), ids), atol=1e-5)
-                found[client.context.name] = logits
-        assert not torch.equal(found["poet"], found["whaler"])
+                outputs[client.context.name] = logits
+        assert not torch.equal(outputs["poet"], outputs["whaler"])
         assert torch.equal(base(input_ids=ids[None]).logits, bare)
     assert not base.training
     assert not any(p.requires_grad for p in base.parameters())
-    del one.context.base.__dict__["digest"]
-    assert one.context.base.digest == digest
+    del poet.context.base.__dict__["digest"]
+    assert poet.context.base.digest == digest
 
 
 @each_family
@@ -173,9 +172,9 @@ def test_generation_takes_the_likeliest_token_each_time(config, bases, method, f
             logits = [naive_logits(base, prompt_of(client), row)[-1] for row in rows]
             rows = torch.cat([rows, torch.stack(logits).argmax(-1, keepdim=True)], 1)
     ends = {"eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 6, "do_sample": False}
-    found = client.model().generate(input_ids=ids, attention_mask=torch.ones_like(ids), **ends)
+    generated = client.model().generate(input_ids=ids, attention_mask=torch.ones_like(ids), **ends)
     assert len(set(rows[:, 7:].flatten().tolist())) > 3
-    assert torch.equal(found, rows)
+    assert torch.equal(generated, rows)
 
 
 @each_method

@@ -1,33 +1,30 @@
 """FlexLoRA and HetLoRA against the papers' formulas on dense matrices."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from every_method import some
+from shortened import TOKENS, joined_with_tokens
 from tensors import close_to, fill, mean_of
 from torch import Tensor
 
 import coterie
 from coterie.adapters import of_roles
-from coterie.data.kinds.text import Tokens
 from coterie.engines.local import LocalRun
-from coterie.engines.session import Session
 from coterie.messages import Message, MessageError, State, Tensors
-from coterie.methods.hetlora import HetLora, HetLoraClient
+from coterie.methods.hetlora import HetLora
 from coterie.methods.low_rank import PaddedMean
 from coterie.methods.ranks import present_rank, pruned_rank
 from coterie.methods.settings import SharedSets
 from coterie.runs import RunFolder
 from coterie.testing.loop import flat
-from coterie.testing.rounds import close, down, joined, step
+from coterie.testing.rounds import close, down, step
 
 RANKS = {"diarist": 2, "poet": 3, "whaler": 7}
-TOKENS = {"diarist": 500, "poet": 2000, "whaler": 1250}
 UP = "generalist.0/transformer.h.0.mlp.c_fc"
 DOWN = "generalist.0/transformer.h.1.mlp.c_proj"
 ATTENTION = "dense/transformer.h.0.attn.c_attn"
@@ -41,13 +38,8 @@ def start(config: Callable[..., coterie.RunConfig]) -> Start:
     """Joined sides of a method whose clients have RANKS, and TOKENS to train on."""
 
     def make(name: str, **settings: Any) -> LocalRun:
-        run = config(method={"name": name, "mlp": {"rank": RANKS}, **settings})
-        clients = [
-            replace(p, data=replace(p.data, train=replace(train, ids=train.ids[: TOKENS[p.name]])))
-            for p in Session(run).participants(run)
-            for train in [cast(Tokens, p.data.train)]
-        ]
-        return joined(run, clients=clients)
+        method = {"name": name, "mlp": {"rank": RANKS}, **settings}
+        return joined_with_tokens(config(method=method))
 
     return make
 
@@ -57,7 +49,7 @@ def gain(client: str) -> float:
 
 
 def upload(run: LocalRun, client: str, seed: int) -> Message:
-    """Random values of the right shapes, attention's and experts' apart."""
+    """Return an upload of random values with the shapes that a client sends."""
     chance = torch.Generator().manual_seed(seed)
     shapes = run.clients[client].hello().values["shapes"]
     groups: dict[str, dict[str, Tensor]] = {"adapter": {}, "experts": {}}
@@ -68,13 +60,13 @@ def upload(run: LocalRun, client: str, seed: int) -> Message:
 
 
 def update(client: str, tensors: Tensors, pair: str, form: str = "paper") -> np.ndarray:
-    """The dense `g B A` in float64; as released with CoMiGS, g is alpha / r."""
+    """Return the dense `g B A` in float64; in the form released with CoMiGS, g is alpha / r."""
     B, A = (tensors[f"{pair}.{which}"].double().numpy() for which in "BA")
     return (gain(client) if form == "paper" else 16 / RANKS[client]) * B @ A
 
 
 def one_round(run: LocalRun, clients: list[str]) -> dict[str, Message]:
-    """The clients' random uploads, aggregated."""
+    """Aggregate random uploads of some clients, and return the uploads."""
     run.open(run.config.turn(0), clients)
     uploads = {name: upload(run, name, seed) for seed, name in enumerate(clients)}
     close(run, 0, uploads)
@@ -188,7 +180,7 @@ def test_hetlora_as_released_weighs_a_and_b_apart_by_their_own_norms(start: Star
 
 
 def tails(client: Any, gamma: float) -> dict[str, float]:
-    """The products of the norms of A's and B's tails, which begin at floor(gamma * rank)."""
+    """Return the product of the norms of A's and B's tails, which begin at floor(gamma * rank)."""
     products = {}
     for a, b in client.pairs.items():
         A, B = client.shared[a].detach(), client.shared[b].detach()
@@ -235,11 +227,8 @@ def test_hetlora_takes_lower_ranks_and_never_higher_ones(start: Start) -> None:
 
 def test_hetlora_penalty(start: Start) -> None:
     method = HetLora(mlp=SharedSets(sets=1, rank=RANKS), gamma=0.6, penalty_weight=0.01)
-    client = start("hetlora").clients["whaler"]
-    assert isinstance(client, HetLoraClient)
-    adapter = client.adapter
-    penalty = method.penalty(client)
-    parameters = adapter.tensors(of_roles("generalist"))
+    client: Any = start("hetlora").clients["whaler"]
+    penalty, parameters = method.penalty(client), client.adapter.tensors(of_roles("generalist"))
     value = penalty()  # B is zero: so is the penalty, and its gradient is finite
     value.backward()
     assert value.item() == 0
@@ -255,8 +244,7 @@ def test_hetlora_penalty(start: Start) -> None:
 
 def test_hetlora_prunes_where_the_tail_has_shrunk(start: Start) -> None:
     run = start("hetlora", gamma=0.6, penalty_weight=0.0)
-    client = run.clients["whaler"]
-    assert isinstance(client, HetLoraClient)
+    client: Any = run.clients["whaler"]
     one_round(run, list(RANKS))
     download = down(run, "whaler")
     # One layer's tail shrinks in training, all others' grow: local training made by hand.
@@ -274,7 +262,7 @@ def test_hetlora_prunes_where_the_tail_has_shrunk(start: Start) -> None:
                     "exp_avg_sq": torch.ones_like(p),
                 }
 
-    client.training.run = train  # pyright: ignore
+    client.training.run = train
     sent = step(run, "whaler", 0, download)["experts"]
     assert before
     shared = client.shared

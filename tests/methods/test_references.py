@@ -29,9 +29,7 @@ def run(config):
 
 @pytest.mark.parametrize("method", some({"fedalt", "pcl"}, METHODS))
 @pytest.mark.parametrize("present", some({"ann"}, ["ann", "ben carl dora"]))
-def test_clients_that_were_absent_and_clients_that_were_not_are_included(
-    method, present, run
-) -> None:
+def test_absent_and_present_clients_are_included(method, present, run) -> None:
     local = run(method)
     for round in range(13):
         names = NAMES if round == 0 or round > 10 else present.split()

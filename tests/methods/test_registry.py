@@ -39,9 +39,7 @@ def test_every_method_of_the_package_is_in_the_table() -> None:
 
     ours = {k for k in below(coterie.Method) if k.__module__.startswith("coterie.methods.")}
     assert {k for k in ours if "name" in vars(k)} == listed
-    modules = {
-        import_module(f"coterie.methods.{place.partition(':')[0]}") for place in OWN.values()
-    }
+    modules = {import_module(f"coterie.methods.{p.partition(':')[0]}") for p in OWN.values()}
     assert {name for m in modules for name in getattr(m, "PRESETS", {})} <= OWN.keys()
 
 
@@ -60,18 +58,18 @@ def test_one_method_does_not_import_the_others() -> None:
         "import sys; from coterie.methods.registry import method_from; method_from('fedavg');"
         "print(*(m for m in sys.modules if m.startswith('coterie.methods.')))"
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert "coterie.methods.averaging" in found.stdout.split(), found.stderr
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "coterie.methods.averaging" in done.stdout.split(), done.stderr
     others = {f"coterie.methods.{place.partition(':')[0]}" for place in OWN.values()}
-    assert others & set(found.stdout.split()) == {"coterie.methods.averaging"}
+    assert others & set(done.stdout.split()) == {"coterie.methods.averaging"}
 
 
 def test_a_registered_class_is_found_by_its_name(values, tmp_path) -> None:
-    mine = coterie.register(named("mine", summary="as fedavg"))
+    kind = coterie.register(named("mine", summary="as fedavg"))
     assert names()[-1] == "mine"
     run = {**values(method="mine", rounds=1), "clients": values()["clients"][:2]}
     done = coterie.run(run, out=tmp_path / "run")
-    assert type(done.config.method) is mine
+    assert type(done.config.method) is kind
     assert coterie.load(done.path, "poet") is not None
 
 
@@ -124,8 +122,8 @@ def test_objects_are_compared_too(config, tmp_path) -> None:
     small, large = FedAvg(mlp=None, exact=False), FedAvg()
     with pytest.raises(CoterieError, match="Two methods are called 'fedavg'"):
         coterie.compare(run, [small, large], out=tmp_path)
-    found = coterie.compare(run, {"without experts": small, "with": large}, out=tmp_path)
-    assert list(found.results) == ["without experts", "with"]
+    comparison = coterie.compare(run, {"without experts": small, "with": large}, out=tmp_path)
+    assert list(comparison.results) == ["without experts", "with"]
     reports: list[str] = []
     coterie.compare(run, {"with": large}, out=tmp_path, report=reports.append)
     assert reports == ["Run 1 of 1: with-seed0 (already finished)"]
@@ -138,7 +136,7 @@ def test_another_version_of_a_class_is_another_run(config) -> None:
 
 
 def namespace(code: str) -> dict:
-    """What a cell of a notebook leaves behind, with its text where Python looks for it."""
+    """Execute code like a notebook's cell, with its text where Python looks for it."""
     file, text = f"<{code}>", f"class Mine(FedAvg):\n    name = 'mine'\n    summary = {code!r}\n"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     module = ModuleType(f"cell_{code}")

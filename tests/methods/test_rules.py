@@ -1,4 +1,4 @@
-"""How uploads become one is written once: other reductions and weights, with every method."""
+"""Other reductions and weights of uploads, with every method."""
 
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from every_method import METHODS
+from shortened import TOKENS, joined_with_tokens
 from tensors import Tensors, close_to, mean_of
 from torch import Tensor
 
@@ -13,15 +14,12 @@ import coterie
 from coterie.config.run import RunConfig
 from coterie.data.kinds.text import Tokens
 from coterie.engines.local import LocalRun
-from coterie.engines.session import Session
 from coterie.messages import Message, MessageError
 from coterie.messages.schema import Reduce
 from coterie.runs import RunFolder
 from coterie.testing import loop
 from coterie.testing.rounds import close, joined, one_round, step, take
 from coterie.transforms.reductions import Median
-
-TOKENS = {"diarist": 500, "poet": 2000, "whaler": 1250}
 
 
 @pytest.fixture
@@ -42,12 +40,12 @@ class Middle(Median):
 
 
 def held(local: LocalRun) -> dict[str, Tensor]:
-    """The shared parameters of the server, by name."""
+    """Return the shared parameters of the server, by name."""
     return local.value.adapter
 
 
 def sent(uploads: dict[str, Message], run: RunConfig) -> dict[str, dict[str, Tensor]]:
-    """By client, what the server's side gets no more than a mean of."""
+    """Return the averaged tensors of each client's upload."""
     mean = run.method.schema().reduced("mean") & {"adapter"}
     return {c: {n: t for g in mean for n, t in u[g].items()} for c, u in uploads.items()}
 
@@ -67,22 +65,14 @@ def test_another_reduction_needs_no_change_to_any_method(run: RunConfig, tmp_pat
         expected = torch.stack(each).quantile(0.5, dim=0)
         torch.testing.assert_close(held(local)[name].double(), expected, rtol=1e-6, atol=1e-8)
     assert any(uploads)
-    result = RunFolder(coterie.run(run, out=tmp_path / "run").path).result
-    assert result is not None
+    result: Any = RunFolder(coterie.run(run, out=tmp_path / "run").path).result
     assert result["trained"].keys() == {client.name for client in run.clients}
 
 
 def weighed(run: RunConfig) -> LocalRun:
-    """Sides whose clients have TOKENS to train on, if it is text, and count by them."""
+    """Return a run that weighs by tokens, and whose clients have TOKENS training tokens."""
     spec = type(run.aggregation)(weights="tokens")
-    run = run.model_copy(update={"aggregation": spec})
-    clients = [
-        replace(p, data=replace(p.data, train=replace(train, ids=train.ids[: TOKENS[p.name]])))
-        if isinstance(train := p.data.train, Tokens)
-        else p
-        for p in Session(run).participants(run)
-    ]
-    return joined(run, clients=clients)
+    return joined_with_tokens(run.model_copy(update={"aggregation": spec}))
 
 
 def test_exact_averages_are_weighed_too(config) -> None:
@@ -124,17 +114,16 @@ def test_nobody_claims_more_tokens_than_when_joining(config) -> None:
 def test_all_clients_count_alike_unless_the_run_says_otherwise(config, tmp_path) -> None:
     run = config(method="fedavg", rounds=1)
     assert run.aggregation.weights == "uniform"
-    said = config(method="fedavg", rounds=1, aggregation={"weights": "uniform"})
+    explicit = config(method="fedavg", rounds=1, aggregation={"weights": "uniform"})
     local = joined(run)
     assert "tokens" not in local.clients["poet"].hello().values
     uploads = one_round(local, 0)
     assert not any(upload.values for upload in uploads.values())
     assert close_to(held(local), mean_of(sent(uploads, run).values()), atol=1e-8)
-    folders = [
-        RunFolder(coterie.run(one, out=tmp_path / name).path)
-        for name, one in (("default", run), ("said", said))
+    paths = [
+        coterie.run(each, out=tmp_path / str(n)).path for n, each in enumerate((run, explicit))
     ]
-    loop.assert_same_states(*folders)
+    loop.assert_same_states(*map(RunFolder, paths))
 
 
 def test_every_method_with_a_mean_can_weigh_by_tokens(run: RunConfig) -> None:

@@ -33,7 +33,7 @@ Given = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """What a setting is changed to: values that all act, each in its own way."""
+    """Values of a setting, each of which must change the run."""
 
     values: tuple[Any, ...]
     given: Given = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Row:
 
 
 def to(*values: Any, **given: Any) -> Row:
-    """A row; in names of other settings two underscores stand for a dot."""
+    """Return a row; two underscores in names of other settings stand for a dot."""
     return Row(values, {name.replace("__", "."): value for name, value in given.items()})
 
 
@@ -123,7 +123,7 @@ ROWS: dict[str, Row] = {
     "fedamole:router.top_k": to(1, 3),
     **{f"{name}:lora.scale": to("sqrt") for name in (*PLAIN.split(), *TEACHING)},
 }
-"""By setting, or METHOD:SETTING. A new setting needs a row here."""
+"""Rows by SETTING or METHOD:SETTING. A new setting needs a row here."""
 
 FAST = ("fedit",)
 
@@ -147,9 +147,9 @@ def paths_of(name: str) -> list[str]:
 
 
 def row_of(name: str, path: str) -> Row:
-    found = ROWS.get(f"{name}:{path}") or ROWS.get(path)
-    assert found, f"The setting {path!r} of {name!r} is in no row of ROWS: add one that acts."
-    return found
+    row = ROWS.get(f"{name}:{path}") or ROWS.get(path)
+    assert row, f"The setting {path!r} of {name!r} is in no row of ROWS: add one that acts."
+    return row
 
 
 def first_methods() -> dict[str, list[str]]:
@@ -159,7 +159,7 @@ def first_methods() -> dict[str, list[str]]:
     make layouts and adapters of it.
     """
     known: set[tuple[str, ...]] = set()
-    found: dict[str, list[str]] = {}
+    methods: dict[str, list[str]] = {}
     for name in sorted(available(), key=lambda name: (name not in FAST, name not in BEHAVIOURS)):
         kind = available()[name]
         makers = [
@@ -167,13 +167,13 @@ def first_methods() -> dict[str, list[str]]:
         ]
         keys = {p: (p, str(row_of(name, p)), of, *makers) for p, of in settings_of(kind)}
         if paths := [path for path, key in keys.items() if key not in known]:
-            found[name] = paths
+            methods[name] = paths
         known |= set(keys.values())
-    return found
+    return methods
 
 
 def always(kind: type[Method]) -> Given:
-    """With what a method's settings are changed."""
+    """Return the settings with which a method's settings are tested."""
     paths = {path for path, _ in settings_of(kind)}
     given: dict[str, Any] = {}
     for late in (PHASES, EXCHANGES):
@@ -183,24 +183,24 @@ def always(kind: type[Method]) -> Given:
 
 
 def nested(settings: Given) -> dict[str, Any]:
-    """The same as a run file says it."""
-    found: dict[str, Any] = {}
+    """Convert settings to the nested form of a run file."""
+    section: dict[str, Any] = {}
     for path, value in settings.items():
         *parts, last = path.split(".")
-        at = found
+        at = section
         for part in parts:
             at = at.setdefault(part, {})
         at[last] = dict(value) if isinstance(value, dict) else value
-    return found
+    return section
 
 
 def digest_of(session: Session, config: coterie.RunConfig, path: Path) -> str:
-    """Of all that can be seen of a run."""
-    found, send, source = blake2b(), Schema.send, count()
+    """Return a digest of all messages, metrics, states and logits of a run."""
+    digest, send, source = blake2b(), Schema.send, count()
 
     def seen(schema: Schema, *message: Any) -> bytes:
         data = send(schema, *message)
-        found.update(data)
+        digest.update(data)
         return data
 
     folder = RunFolder.create(path, session.description(config, session.participants(config)))
@@ -212,15 +212,15 @@ def digest_of(session: Session, config: coterie.RunConfig, path: Path) -> str:
         run.run()
     for line in folder.metrics():
         if line["name"] != "seconds":
-            found.update(json.dumps(line).encode())
+            digest.update(json.dumps(line).encode())
     for state in sorted(folder.checkpoint(config.exchanges).iterdir()):
-        found.update(state.read_bytes())
+        digest.update(state.read_bytes())
     for model in (run.server.model(run.value), *(side.model() for side in run.clients.values())):
         if model is not None:
             with torch.no_grad():
                 logits = model(input_ids=torch.arange(3, 15)[None]).logits
-            found.update(logits.numpy().tobytes())
-    return found.hexdigest()
+            digest.update(logits.numpy().tobytes())
+    return digest.hexdigest()
 
 
 @pytest.fixture(scope="module")
@@ -231,11 +231,11 @@ def digest(config, teachers, tmp_path_factory) -> Callable[..., str]:
     plain = Session(config(method="local", data=data))
     # With as many tokens in an answer as the server has, `align` would change nothing.
     several = Session(teachers(rounds=2, base="tiny-gpt2-2m"))
-    one = Session(teachers(rounds=2, method={"name": "fedmkt-fedavg"}))
+    sessions = {"fedmkt-fedavg": Session(teachers(rounds=2, method={"name": "fedmkt-fedavg"}))}
 
     @cache
     def made(name: str, settings: str, again: bool) -> str:
-        session = plain if name not in TEACHING else one if name == "fedmkt-fedavg" else several
+        session = sessions.get(name, several if name in TEACHING else plain)
         method = available()[name].model_validate(json.loads(settings))
         changes: dict[str, Any] = {"method": method}
         if name == "auto":  # the first trial ends in round 3; small changes of pairs are ignored
@@ -270,7 +270,6 @@ FIRST = first_methods()
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=marks(n, FAST, FIRST)) for n in FIRST])
 def test_every_setting_acts(digest, name) -> None:
-    """Each setting with one method."""
     assert not dead(digest, name, FIRST[name])
 
 

@@ -1,4 +1,4 @@
-"""What keeps methods small: they are composed rather than inherited, and parse no names."""
+"""The structure of methods: they are composed rather than inherited, and parse no names."""
 
 import ast
 import importlib
@@ -13,11 +13,8 @@ from coterie.methods.contract import ClientSide, Method, Server
 
 NAMES = {"registry.py"}
 """Files that find methods by their names, and are none themselves."""
-FILES = [
-    f
-    for f in sorted(Path(coterie.methods.__path__[0]).rglob("*.py"))
-    if f.name not in {*NAMES, "low_rank.py"}
-]
+ROOT = Path(coterie.methods.__path__[0])
+FILES = [f for f in sorted(ROOT.rglob("*.py")) if f.name not in {*NAMES, "low_rank.py"}]
 PARSING = {"startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition"}
 PARSING |= {"fnmatch", "fnmatchcase"}
 MEANS = {"PaddedMean", "LowRankSum"}
@@ -25,9 +22,9 @@ MEANS = {"PaddedMean", "LowRankSum"}
 
 
 def classes() -> list[type]:
-    """Every class that a file of the package defines."""
-    found = pkgutil.walk_packages(coterie.methods.__path__, "coterie.methods.")
-    modules = [importlib.import_module(info.name) for info in found]
+    """Return all classes that a file of the package defines."""
+    infos = pkgutil.walk_packages(coterie.methods.__path__, "coterie.methods.")
+    modules = [importlib.import_module(info.name) for info in infos]
     return [
         kind
         for module in modules
@@ -37,7 +34,7 @@ def classes() -> list[type]:
 
 
 def away(kind: type, root: type) -> int:
-    """The longest way from a class to one that it descends from, along bases."""
+    """Return the length of the longest path of bases from a class to an ancestor."""
     if kind is root:
         return 0
     return 1 + max(away(base, root) for base in kind.__bases__ if issubclass(base, root))
@@ -45,9 +42,9 @@ def away(kind: type, root: type) -> int:
 
 @pytest.mark.parametrize("root", [Method, ClientSide, Server])
 def test_nothing_is_more_than_three_classes_away_from_the_contract(root: type) -> None:
-    found = {kind.__name__: away(kind, root) for kind in classes() if issubclass(kind, root)}
-    assert len(found) > 3
-    assert {name: steps for name, steps in found.items() if steps > 3} == {}
+    distances = {kind.__name__: away(kind, root) for kind in classes() if issubclass(kind, root)}
+    assert len(distances) > 3
+    assert {name: steps for name, steps in distances.items() if steps > 3} == {}
 
 
 @pytest.mark.parametrize("file", FILES, ids=[file.name for file in FILES])

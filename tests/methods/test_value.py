@@ -51,7 +51,7 @@ def example() -> Everything:
 
 
 def plain(content: Any) -> Any:
-    """Content that `==` can compare."""
+    """Convert content to objects that `==` can compare."""
     if isinstance(content, torch.Tensor):
         return content.tolist()
     if isinstance(content, Mapping):
@@ -60,7 +60,7 @@ def plain(content: Any) -> Any:
 
 
 def saved(value: Value) -> State:
-    """The state after its bytes have been written and read."""
+    """Return the state after its bytes have been written and read."""
     return State.decode(value.state().encode())
 
 
@@ -102,7 +102,7 @@ def test_nothing_is_left_of_a_client() -> None:
 
 
 def test_a_state_without_a_client_is_that_of_the_value_without_it() -> None:
-    """Checkpoints are cleaned without the method."""
+    # Checkpoints are cleaned without the method.
     whole = saved(example())
     top = whole.without("eve")
     named = {*_texts(top.values)}
@@ -117,15 +117,15 @@ def test_a_state_without_a_client_is_that_of_the_value_without_it() -> None:
 def test_nothing_is_left_of_tensors_that_forgotten_clients_had_in_common() -> None:
     whole = saved(example())
     assert "means.0" in whole.parts  # of eve and bob
-    one = whole.without("eve")
-    for left, name in ((one, "eve"), (one.without("bob"), "bob")):
+    rest = whole.without("eve")
+    for left, name in ((rest, "eve"), (rest.without("bob"), "bob")):
         named = {*_texts(left.values)}
         state = _state_without(f"{PART}means.0", whole.parts["means.0"], name, named)
         assert (state is None) == (name == "bob")
 
 
 def test_mappings_become_per_client() -> None:
-    """A client that leaves would otherwise stay in a dictionary."""
+    # A client that leaves would otherwise stay in a dictionary.
     given: Any = {"means": {"eve": tensors(1.0)}, "rows": {"bob": {"eve": 1.0}}}
     value = Everything(**given)
     assert not value.without("eve").means
@@ -139,15 +139,15 @@ ODD = [set[str], object, torch.Tensor, dict[int, str], PerClient[bytes], list[Pe
 def test_a_field_that_cannot_be_saved_is_refused_before_the_run(kind) -> None:
     @dataclass(frozen=True, eq=False)
     class Odd(Value):
-        thing: Any = None
+        entry: Any = None
 
-    Odd.__annotations__["thing"] = kind
-    with pytest.raises(CoterieError, match="The field 'thing' of Odd cannot be saved"):
+    Odd.__annotations__["entry"] = kind
+    with pytest.raises(CoterieError, match="The field 'entry' of Odd cannot be saved"):
         Odd()
 
 
 @pytest.mark.parametrize("hook", ["close", "receive", "averaged", "end_round", "state"])
 def test_a_server_with_hooks_that_are_not_called_is_refused(hook) -> None:
-    """Otherwise, its algorithm would be ignored without a word."""
+    # Otherwise, its algorithm would be ignored without an error.
     with pytest.raises(CoterieError, match=f"Mine defines `{hook}`, which Coterie does not call"):
         type("Mine", (Server,), {hook: lambda self: None})

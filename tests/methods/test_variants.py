@@ -17,7 +17,7 @@ from coterie.testing.rounds import down, joined, one_round
 
 
 def trained(run, monkeypatch) -> list[tuple[str, frozenset[str], str]]:
-    """Level, roles that have moved, and the text of every update of a client's first round."""
+    """Return level, changed roles and text of every update in a client's first round."""
     local = joined(run)
     client: Any = local.clients["poet"]
     data, tensors = client.context.data, client.adapter.tensors()
@@ -57,7 +57,7 @@ EXPERTS = {
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_routers_learn_with_the_experts_or_apart(config, monkeypatch, name) -> None:
-    """Those of CoMiGS learn from validation text, and those of -tr from fresh training batches."""
+    # Routers of CoMiGS learn from validation text, and those of -tr from new training batches.
     trains = frozenset({"dense"} | EXPERTS[name])
     if name in ("pfedmoe", "fedavg-moe", "local-moe"):
         expected, router = [("joint", trains | {"router"}, "train")] * 2, {}
@@ -70,23 +70,23 @@ def test_routers_learn_with_the_experts_or_apart(config, monkeypatch, name) -> N
 
 
 def updates_with(config, name: str, weight: float, top_k: int = 1) -> dict[str, Any]:
-    """The first gradients of every level of a client with three experts: by level and name."""
+    """Return the first gradients of a client with three experts, by level and name."""
     router = {"top_k": top_k, "load_balance_weight": weight}
     method = {"name": name, "mlp": {"generalists": 1, "specialists": 2}, "router": router}
     client: Any = joined(config(method=method)).clients["poet"]
-    model, found = client.model(), {}
+    model, updates = client.model(), {}
     for level in client.training.levels:
         client.adapter.require_grad(level.selects)
         trained = client.adapter.tensors(level.selects)
         loss = language_model_loss(model, torch.arange(36).view(2, -1))
         total = loss if level.penalty is None else loss + level.penalty()
         gradients = torch.autograd.grad(total, list(trained.values()))
-        found[level.name] = dict(zip(trained, gradients, strict=True))
-    return found
+        updates[level.name] = dict(zip(trained, gradients, strict=True))
+    return updates
 
 
 def test_the_load_balance_stands_in_both_levels(config) -> None:
-    """CoMiGS, equation 2: the experts' loss has the term, too."""
+    # CoMiGS, equation 2: the experts' loss has the term, too.
     without, with_it = (updates_with(config, "comigs-1g1s", weight, 2) for weight in (0.0, 1.0))
     for level in ("experts", "routers"):
         changed = [n for n, g in with_it[level].items() if not torch.equal(g, without[level][n])]

@@ -1,4 +1,4 @@
-"""What methods do once for each exchange is done once, however often models are evaluated."""
+"""Work that methods do once for each exchange, however often models are evaluated."""
 
 from functools import partial
 from operator import attrgetter

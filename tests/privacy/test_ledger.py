@@ -29,7 +29,7 @@ from coterie.turn import Turn
 NOISE = noise_for(8.0, 10, 1e-5)
 
 
-def test_a_run_makes_as_many_releases_as_it_said_and_repeats_them_for_nothing() -> None:
+def test_a_run_makes_the_stated_releases_and_repeats_them_for_nothing() -> None:
     ledger = Ledger()
     assert [ledger.spend(str(n), NOISE, 10) for n in range(12)] == [True] * 10 + [False] * 2
     assert ledger.spend("3", NOISE, 10)
@@ -96,11 +96,11 @@ def test_a_ledger_that_cannot_be_read_is_not_begun_anew(content, tmp_path: Path)
 
 
 def test_two_processes_share_a_ledger(tmp_path: Path) -> None:
-    """Each knows what the other has spent since it looked."""
+    # Each process reads what the other one has spent.
     path, limit = tmp_path / "privacy.json", Budget(8.0, 1e-5)
-    one, other = Ledger(path, "one", limit), Ledger(path, "other", limit)
-    told = [ledger.spend(str(n), NOISE, 10) for n in range(10) for ledger in (one, other)]
-    assert sum(told) == 10
+    first, other = Ledger(path, "one", limit), Ledger(path, "other", limit)
+    accepted = [ledger.spend(str(n), NOISE, 10) for n in range(10) for ledger in (first, other)]
+    assert sum(accepted) == 10
     assert Ledger(path).spent(1e-5) == pytest.approx(8.0)
 
 
@@ -117,14 +117,12 @@ def test_a_budget_that_says_nothing_is_refused(asked, values) -> None:
         parse(values(method={"name": "fedamole", "embeddings": embeddings}))
 
 
-def test_without_a_limit_of_its_own_a_run_file_s_budget_is_for_all_runs(
-    private, tmp_path, monkeypatch
-) -> None:
-    """A server that begins the run again under another number gets nothing more."""
+def test_without_a_limit_the_budget_is_for_all_runs(private, tmp_path) -> None:
+    # A server that begins the run again under another number receives nothing more.
     path = tmp_path / "us.yaml"
-    told = {**private.as_dict(), "clients": [{"name": c.name} for c in private.clients]}
-    told["data"] = {**told["data"], "public": None}
-    path.write_text(yaml.safe_dump(told))
+    visible = {**private.as_dict(), "clients": [{"name": c.name} for c in private.clients]}
+    visible["data"] = {**visible["data"], "public": None}
+    path.write_text(yaml.safe_dump(visible))
     agreed, limit = deploy_cli.terms_of(path, "poet", None)
     assert limit is not None
     assert (limit.epsilon, limit.delta) == (8.0, 1e-5)
@@ -141,7 +139,7 @@ def test_without_a_limit_of_its_own_a_run_file_s_budget_is_for_all_runs(
 
 
 def test_masks_hide_one_upload_in_a_run_and_cost_nothing(tmp_path: Path) -> None:
-    """The record outlives the process and the round, and belongs to one run."""
+    # The record outlives the process and the round, and belongs to one run.
     path = tmp_path / "privacy.json"
     assert Ledger(path, "run").spend("noise", NOISE, 1)
     spent = Ledger(path).spent(1e-5)
@@ -164,25 +162,22 @@ def test_what_cannot_be_written_is_not_spent(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def private(config) -> RunConfig:
-    embeddings = {"privacy": {"epsilon": 8.0}}
-    method = {"name": "fedamole", "experts": 6, "attention": {"rank": 4}}
-    return config(method={**method, "embeddings": embeddings})
+def private(noisy) -> RunConfig:
+    return noisy(8.0)
 
 
 def join(run: RunConfig) -> bytes:
-    told = run.visible_to("poet")
-    return seal(Order(run=RUN, client="poet", kind="join", turn=0, protocol=PROTOCOL, config=told))
+    config = run.visible_to("poet")
+    order = Order(run=RUN, client="poet", kind="join", turn=0, protocol=PROTOCOL, config=config)
+    return seal(order)
 
 
-def test_a_round_opened_25_times_spends_no_more_than_was_promised(
-    private, tmp_path, monkeypatch
-) -> None:
-    """With other experts every time, undone every time, and by a new process every fifth time."""
-    told: list[bool] = []
+def test_a_round_opened_25_times_spends_no_more(private, tmp_path, monkeypatch) -> None:
+    # Each attempt has other experts and is undone; every fifth one is in a new process.
+    accepted: list[bool] = []
 
     def seen(*arguments: Any) -> torch.Tensor:
-        told.append(True)
+        accepted.append(True)
         return private_mean(*arguments)
 
     monkeypatch.setattr(fedamole, "private_mean", seen)
@@ -204,16 +199,14 @@ def test_a_round_opened_25_times_spends_no_more_than_was_promised(
         assert reply.fault is None
         uploads.append(schema.receive("up", body))
     worker.close()
-    assert len(told) == private.rounds
+    assert len(accepted) == private.rounds
     assert ledger_of(place, RUN).spent(1e-5) == pytest.approx(8.0)
     noise = [torch.cat([t.flatten() for t in u["tokens"].values()]) for u in uploads]
     assert all(float(t.std()) > 0.01 for t in noise)
     assert len({tuple(t.tolist()) for t in noise}) == len(noise)
 
 
-def test_a_run_that_is_not_disturbed_spends_its_budget_and_sends_what_it_did(
-    private, tmp_path, monkeypatch
-) -> None:
+def test_an_undisturbed_run_spends_its_whole_budget(private, tmp_path, monkeypatch) -> None:
     def never(*_: object, **__: object) -> torch.Tensor:
         raise AssertionError("nothing but noise was sent")
 
@@ -226,25 +219,20 @@ def test_a_run_that_is_not_disturbed_spends_its_budget_and_sends_what_it_did(
 
 
 @pytest.mark.parametrize(
-    ("limit", "noise", "why"),
+    ("limit", "epsilon", "why"),
     [
-        (8.0, True, None),
-        (7.9, True, "epsilon of 8; this client's limit for all runs is 7.9, of which 0 is spent"),
-        (7.9, False, "of this client's samples without noise"),
-        (None, False, None),
+        (8.0, 8.0, None),
+        (7.9, 8.0, "epsilon of 8; this client's limit for all runs is 7.9, of which 0 is spent"),
+        (7.9, None, "of this client's samples without noise"),
+        (None, None, None),
     ],
 )
-def test_a_client_takes_part_within_its_own_limit(
-    limit, noise, why, private, tmp_path, monkeypatch
-) -> None:
-    if not noise:
-        embeddings = private.method.embeddings.model_copy(update={"privacy": None})
-        method = private.method.model_copy(update={"embeddings": embeddings})
-        private = private.model_copy(update={"method": method})
-    base = site(private, "poet", tmp_path)
+def test_a_client_takes_part_within_its_own_limit(limit, epsilon, why, noisy, tmp_path) -> None:
+    run = noisy(epsilon)
+    base = site(run, "poet", tmp_path)
     most = None if limit is None else Budget(limit, 1e-5)
     worker = Worker(Site(base.name, base.texts, base.out, base.base, limit=most))
-    reply, _ = unseal(Reply, worker.answer(join(private)))
+    reply, _ = unseal(Reply, worker.answer(join(run)))
     assert reply.fault == (None if why is None else "budget")
     assert (why or "") in worker.error
     worker.close()

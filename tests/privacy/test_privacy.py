@@ -22,7 +22,7 @@ def stream(key: int = 0) -> Stream:
 
 
 def integral(eps: float, mu: float) -> float:
-    """delta of N(mu, 1) against N(0, 1): the integral of max(p - e^eps q, 0)."""
+    """Return delta of N(mu, 1) against N(0, 1): the integral of max(p - e^eps q, 0)."""
     start = eps / mu + mu / 2  # where p = e^eps q
     return quad(
         lambda x: norm.pdf(x, mu) - math.exp(eps) * norm.pdf(x), start, max(start, mu) + 12,

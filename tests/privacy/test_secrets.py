@@ -1,7 +1,6 @@
 """Secret keys: one for each exchange, kept by a client, and the same again after a kill."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,11 @@ from coterie.testing.loop import assert_same_states
 from coterie.testing.rounds import down, joined, one_round, step
 
 NAMES = ["diarist", "poet", "whaler"]
-Run = Callable[..., coterie.RunConfig]
 
 
 @pytest.fixture
-def private(config) -> Run:
-    """A run whose clients put noise on what they tell of their samples."""
-
-    def make(noise: bool = True) -> coterie.RunConfig:
-        embeddings = {"privacy": {"epsilon": 1.0} if noise else None}
-        method = {"name": "fedamole", "experts": 6, "attention": {"rank": 4}}
-        return config(method={**method, "embeddings": embeddings})
-
-    return make
+def private(noisy) -> coterie.RunConfig:
+    return noisy(1.0)
 
 
 def test_each_exchange_has_its_own_key_and_keeps_it() -> None:
@@ -56,8 +47,8 @@ def test_a_state_gives_this_key_and_later_keys_but_no_earlier_key() -> None:
     assert secrets.of(6) == restored.of(6)
 
 
-def test_a_client_s_state_holds_them_where_it_has_noise_to_draw(private) -> None:
-    local, plain = joined(private()), joined(private(noise=False))
+def test_a_client_s_state_holds_them_where_it_has_noise_to_draw(private, noisy) -> None:
+    local, plain = joined(private), joined(noisy(None))
     one_round(local, 0)
     for name in NAMES:
         state = local.clients[name].state()
@@ -68,21 +59,20 @@ def test_a_client_s_state_holds_them_where_it_has_noise_to_draw(private) -> None
 
 @pytest.mark.slow
 def test_noise_is_of_the_secret_and_not_of_the_run_s_seed(private, monkeypatch) -> None:
-    def told(secret: int, run: coterie.RunConfig) -> torch.Tensor:
+    def sums(secret: int, run: coterie.RunConfig) -> torch.Tensor:
         monkeypatch.setattr(secrets, "draw", lambda: bytes([secret] * KEY_BYTES))
         tokens = one_round(joined(run), 0)["poet"]["tokens"]
         return torch.cat([tokens[path] for path in sorted(tokens)])
 
-    run = private()
-    assert torch.equal(told(1, run), told(1, run))
-    assert not torch.equal(told(1, run), told(2, run))
+    assert torch.equal(sums(1, private), sums(1, private))
+    assert not torch.equal(sums(1, private), sums(2, private))
 
 
 def test_no_message_and_no_server_s_state_holds_one(private) -> None:
     def holds_key(content: bytes) -> bool:
         return any(key in content or key.hex().encode() in content for key in keys)
 
-    local = joined(private())
+    local = joined(private)
     clients: Any = local.clients
     for round in range(2):
         local.open(local.config.turn(round), NAMES)
@@ -95,7 +85,7 @@ def test_no_message_and_no_server_s_state_holds_one(private) -> None:
 
 
 def killed(run: coterie.RunConfig, path: Path) -> RunFolder:
-    """The folder of a run that was stopped after its first round."""
+    """Return the folder of a run that was stopped after its first round."""
     with pytest.raises(KeyboardInterrupt):
         coterie.run(run, out=path, callbacks=[Stop()])
     folder = RunFolder(path)
@@ -104,26 +94,21 @@ def killed(run: coterie.RunConfig, path: Path) -> RunFolder:
 
 
 @pytest.mark.slow
-def test_with_a_fixed_source_a_resumed_run_ends_in_the_same_bits(
-    private, monkeypatch, tmp_path
-) -> None:
+def test_a_resumed_run_with_a_fixed_source_has_equal_bits(private, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(secrets, "draw", lambda: bytes(KEY_BYTES))
-    coterie.run(private(), out=tmp_path / "whole")
-    cut = killed(private(), tmp_path / "cut")
+    coterie.run(private, out=tmp_path / "whole")
+    cut = killed(private, tmp_path / "cut")
     coterie.resume(cut.path)
     assert_same_states(cut, RunFolder(tmp_path / "whole"))
 
 
 @pytest.mark.slow
-def test_the_round_that_was_cut_off_is_done_with_the_secret_that_it_had(
-    private, monkeypatch, tmp_path
-) -> None:
-    """With the real source: by hand from the checkpoint, and by the run that goes on from it."""
-    run = private()
-    cut = killed(run, tmp_path / "cut")
+def test_an_interrupted_round_is_repeated_with_its_secret(private, monkeypatch, tmp_path) -> None:
+    # The secret has its real source. The round is repeated from a checkpoint and by a resumed run.
+    cut = killed(private, tmp_path / "cut")
     by_hand = []
     for _ in range(2):
-        local = joined(run)
+        local = joined(private)
         local.value = local.value.restored(server_state(cut))
         for name in NAMES:
             local.clients[name].restore(cut.load(f"client-{name}"))
@@ -144,8 +129,8 @@ def test_the_round_that_was_cut_off_is_done_with_the_secret_that_it_had(
 
 
 def test_two_runs_have_other_noise(private) -> None:
-    one, other = (one_round(joined(private()), 0)["poet"] for _ in range(2))
-    for path, mean in one["tokens"].items():
-        assert not torch.equal(mean, other["tokens"][path])
-    for name, tensor in one["adapter"].items():  # of what has none, nothing changes
-        assert torch.equal(tensor, other["adapter"][name])
+    first, second = (one_round(joined(private), 0)["poet"] for _ in range(2))
+    for path, mean in first["tokens"].items():
+        assert not torch.equal(mean, second["tokens"][path])
+    for name, tensor in first["adapter"].items():  # of what has none, nothing changes
+        assert torch.equal(tensor, second["adapter"][name])

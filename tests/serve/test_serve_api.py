@@ -68,7 +68,8 @@ def test_one_base_has_one_name_and_names_are_unique(talks: Path, monkeypatch) ->
     assert list(models.by_name) == names
     numbers = map(str, count())
     monkeypatch.setattr("coterie.serve.models.adapter_digest", lambda *_: next(numbers))
-    with pytest.raises(CoterieError, match="have a different model named base:anna; serve the"):
+    refusal = "both have a different model named base:anna; serve the"
+    with pytest.raises(CoterieError, match=refusal):
         Models([talks, talks])
 
 

@@ -13,10 +13,7 @@ import torch
 from small_models import gpt2, llama
 from tensors import equal, fill
 from torch import Tensor, nn
-from transformers import (
-    OPTConfig,
-    OPTForCausalLM,
-)
+from transformers import OPTConfig, OPTForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from coterie import CoterieError
@@ -93,7 +90,7 @@ def penalty(adapter: Any) -> Tensor:
 
 
 def taught(base: Any, adapter: Any, batch: Batch, **training: Any) -> dict[str, Tensor]:
-    """What a step's passes give and leave, with gradients; the backward pass is outside."""
+    """Return the results and gradients of a step; the backward pass is outside the context."""
     fill(adapter.tensors(), 0.3, 5)
     for parameter in adapter.tensors().values():
         parameter.requires_grad_()
@@ -102,13 +99,13 @@ def taught(base: Any, adapter: Any, batch: Batch, **training: Any) -> dict[str, 
         loss = language_model_loss(model, *batch)
         balance = penalty(adapter)
     torch.manual_seed(77)  # nobody's
-    found = {"loss": loss.detach(), "balance": balance.detach(), **adapter.routing()}
+    results = {"loss": loss.detach(), "balance": balance.detach(), **adapter.routing()}
     names, parameters = zip(*adapter.tensors().items(), strict=True)
     grads = torch.autograd.grad(loss + 10 * balance, parameters, allow_unused=True)
-    found |= {name: g for name, g in zip(names, grads, strict=True) if g is not None}
+    results |= {name: g for name, g in zip(names, grads, strict=True) if g is not None}
     assert not base.training
     assert all(torch.equal(w, adapter.routing()[path]) for path, w in adapter.routing().items())
-    return found | {f"after/{path}": w for path, w in adapter.routing().items()}
+    return results | {f"after/{path}": w for path, w in adapter.routing().items()}
 
 
 MIXTURES = ("comigs-1g1s", "top 2 of 4", "comigs-1g1s, dropout", "top 2 of 4, dropout")
@@ -148,10 +145,8 @@ def saved_values(base: Any, adapter: Adapter, batch: Batch, **training: Any) -> 
 
 
 @pytest.mark.parametrize(("kind", "wide", "up"), [(gpt2, 20, 1), (llama, 20, 2)])
-def test_stored_activations_replace_the_frozen_outputs(
-    kind: Any, wide: int, up: int, batch: Batch
-) -> None:
-    """Three layers store each of two experts' p and z, instead of u for both."""
+def test_stored_activations_replace_the_frozen_outputs(kind, wide, up, batch) -> None:
+    # Three layers store p and z of each of two experts, instead of u for both.
     base = made(kind)
     adapter = mixture(base)
     tokens = batch.only(torch.tensor([1]))  # without padding
@@ -161,10 +156,10 @@ def test_stored_activations_replace_the_frozen_outputs(
 
 @pytest.mark.parametrize("kind", [gpt2, llama])
 def test_two_passes_before_a_backward_pass_are_told_apart(kind: Any, batch: Batch) -> None:
-    """As in distillation at a temperature: each has masks and padding of its own."""
+    # Distillation at a temperature has such passes: each has its own masks and padding.
     base = made(kind)
     adapter = mixture(base, 3, 0.3)
-    found = []
+    gradients = []
     for on in (False, True):
         taught(base, adapter, batch)
         losses = []
@@ -172,12 +167,14 @@ def test_two_passes_before_a_backward_pass_are_told_apart(kind: Any, batch: Batc
             with training_pass(context(base, checkpointing=on), "public", turn):
                 losses.append(language_model_loss(base, *part))
         total = torch.stack(losses).sum() + adapter.load_balance("uniform")
-        found.append(torch.autograd.grad(total, list(adapter.tensors(of_roles("dense")).values())))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        gradients.append(
+            torch.autograd.grad(total, list(adapter.tensors(of_roles("dense")).values()))
+        )
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 def test_activations_are_not_kept(batch: Batch) -> None:
-    """What is saved for the backward pass: of every layer little more than what enters it."""
+    # Little more than its inputs is saved of each layer for the backward pass.
     base = made(llama)
     adapter = mixture(base)
     many, few = (saved_values(base, adapter, batch, checkpointing=on) for on in (False, True))

@@ -34,7 +34,7 @@ TRL_GRADIENT = 0.011467511765658855
 
 
 def waves(phase: float) -> Any:
-    """A GPT-2 whose weights are written down, not drawn."""
+    """Return a GPT-2 whose weights are a formula, not random."""
     rates: dict[str, Any] = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
     sizes: dict[str, Any] = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 32}
     model = GPT2LMHeadModel(GPT2Config(vocab_size=61, **sizes, **rates)).eval()
@@ -47,7 +47,7 @@ def waves(phase: float) -> Any:
 
 
 def logprob(model: Any, prompt: list[int], answer: list[int]) -> Tensor:
-    """The sum over an answer's tokens, from all logits of one sample."""
+    """Return the sum over an answer's tokens, from all logits of one sample."""
     ids = torch.tensor([prompt + answer])
     logits = model(input_ids=ids).logits[0, :-1]
     shares = F.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
@@ -55,7 +55,7 @@ def logprob(model: Any, prompt: list[int], answer: list[int]) -> Tensor:
 
 
 def naive(model: Any, reference: Tensor, beta: float, eps: float) -> tuple[Tensor, Tensor]:
-    """The mean loss, and the rewards (n, 2)."""
+    """Return the mean loss, and the rewards (n, 2)."""
     sums = [torch.stack([logprob(model, p, answer) for answer in both]) for p, *both in ROWS]
     rewards = beta * (torch.stack(sums) - reference)
     h = rewards[:, 0] - rewards[:, 1]
@@ -81,8 +81,8 @@ def batch_of(reference: Tensor, beta: float, eps: float = 0.0) -> PairBatch:
     return PairBatch(rows, torch.full((len(ROWS),), 2), known)
 
 
-def only_the_mlp(model: Any) -> Tensor:
-    """Everything frozen but one weight, which is returned."""
+def only_the_mlp(model: Any) -> Any:
+    """Freeze all weights but one, and return this one."""
     model.requires_grad_(False)
     return model.transformer.h[0].mlp.c_fc.weight.requires_grad_(True)
 
@@ -92,20 +92,17 @@ def test_it_is_the_loss_of_trl() -> None:
     weight = only_the_mlp(model)
     loss, rewards = dpo_loss(model, batch_of(referred(waves(0.5)), 0.3))
     loss.backward()
-    assert weight.grad is not None
     assert loss.item() == pytest.approx(TRL["loss"], abs=2e-6)
     assert weight.grad.norm().item() == pytest.approx(TRL_GRADIENT, rel=1e-4)
     parts = [Rewards(*(t[rows] for t in rewards)) for rows in (slice(2), slice(2, None))]
-    found = Rewards.figures(parts)
-    assert found == {k: pytest.approx(TRL[k], abs=2e-6) for k in found}
+    figures = Rewards.figures(parts)
+    assert figures == {k: pytest.approx(TRL[k], abs=2e-6) for k in figures}
 
 
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen head", "trained head"])
 @pytest.mark.parametrize("eps", [0.0, 0.2])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_loss_gradient_and_rewards_are_those_of_the_naive_version(
-    dtype, eps, frozen, monkeypatch
-) -> None:
+def test_loss_gradient_and_rewards_equal_the_naive_version(dtype, eps, frozen, monkeypatch) -> None:
     monkeypatch.setitem(head.LOGITS_AT_ONCE, "cpu", 200)
     monkeypatch.setitem(loss_module.PIECE_COST, "cpu", 0)  # samples are read apart
     model, reference = waves(0.0).to(dtype), referred(waves(0.5).double())
@@ -113,13 +110,12 @@ def test_loss_gradient_and_rewards_are_those_of_the_naive_version(
     model.lm_head.weight.requires_grad_(not frozen)
     wanted, rewards = naive(model, reference.to(dtype), 0.7, eps)
     wanted.backward()
-    assert weight.grad is not None
     gradient, weight.grad = weight.grad, None
-    loss, found = dpo_loss(model, batch_of(reference, 0.7, eps))
+    loss, actual = dpo_loss(model, batch_of(reference, 0.7, eps))
     loss.backward()
     near = 1e-12 if dtype == torch.float64 else 1e-5
     torch.testing.assert_close(loss, wanted, rtol=near, atol=near)
-    torch.testing.assert_close(found.values, rewards.detach(), rtol=near, atol=10 * near)
+    torch.testing.assert_close(actual.values, rewards.detach(), rtol=near, atol=10 * near)
     torch.testing.assert_close(weight.grad, gradient, rtol=near, atol=near)
 
 
@@ -128,7 +124,6 @@ def test_the_pieces_gradients_add_up_to_the_wholes() -> None:
     weight = only_the_mlp(model)
     batch = batch_of(referred(waves(0.5)), 0.3)
     dpo_loss(model, batch)[0].backward()
-    assert weight.grad is not None
     whole, weight.grad = weight.grad, None
     parts = list(batch.by_length().split(2))
     assert [part.terms for part in parts] == [2, 1]
@@ -148,13 +143,13 @@ def test_under_the_reference_itself_a_pair_is_half_right() -> None:
 @pytest.mark.parametrize("beta", [0.1, 2.0])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_margins_within_rounding_are_ties_and_real_ones_count(precision, beta) -> None:
-    """The bound is relative to the likelihoods, and independent of beta."""
+    # The bound is relative to the likelihoods, and independent of beta.
     logprobs = torch.tensor([[-2.0, -3.0], [-120.0, -80.0], [-4000.0, -3900.0]]).double()
     lengths = torch.tensor([[2, 3], [40, 25], [900, 950]])
     reference = reference_of(logprobs, lengths, precision, DPOSpec(beta=beta))
     epsilon = torch.finfo(torch.float32 if precision == "fp32" else torch.bfloat16).eps
     unit = epsilon * (logprobs.square() / lengths).sum(1).sqrt()
     for factor, right in ((0.0, 0.5), (1.5, 0.5), (-1.5, 0.5), (40.0, 1.0), (-40.0, 0.0)):
-        found = rewards(logprobs + torch.stack([factor * unit, 0 * unit], 1), reference)
-        assert found.preferred.tolist() == 3 * [right]
-        assert Rewards.figures([found])["accuracy"] == right
+        actual = rewards(logprobs + torch.stack([factor * unit, 0 * unit], 1), reference)
+        assert actual.preferred.tolist() == 3 * [right]
+        assert Rewards.figures([actual])["accuracy"] == right

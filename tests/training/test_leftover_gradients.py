@@ -1,5 +1,6 @@
 """Gradients that one level leaves for the other, as in CoMiGS's released code."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,16 +37,13 @@ def run(request, config, values, tmp_path):
 
 
 def trained_naively(client: AdapterClient) -> dict[str, torch.Tensor]:
-    """All parameters get gradients in every pass, and each optimiser clears its own alone."""
+    """Train with gradients of all parameters; each optimiser clears only its own."""
     training, adapter = client.training, client.adapter
     model: PreTrainedModel = client.model()
     levels = {level.name: level for level in training.levels}
-    optimisers = {
-        name: torch.optim.AdamW(
-            adapter.tensors(level.selects).values(), betas=(0.9, 0.95), weight_decay=0.01
-        )
-        for name, level in levels.items()
-    }
+    tensors = {name: adapter.tensors(level.selects).values() for name, level in levels.items()}
+    adamw = partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.01)
+    optimisers = {name: adamw(own) for name, own in tensors.items()}
     adapter.require_grad(of_roles("dense", "specialist", "router"))
 
     def update(name: str, step: int, turn: int) -> None:
@@ -53,8 +51,7 @@ def trained_naively(client: AdapterClient) -> dict[str, torch.Tensor]:
         model(input_ids=ids, labels=ids).loss.backward()
         longest = training.context.training.max_grad_norm
         if longest is not None:
-            own = adapter.tensors(levels[name].selects).values()
-            assert torch.nn.utils.clip_grad_norm_(own, longest) > longest
+            assert torch.nn.utils.clip_grad_norm_(tensors[name], longest) > longest
         optimisers[name].param_groups[0]["lr"] = levels[name].learning_rate(step)
         optimisers[name].step()
         optimisers[name].zero_grad()
@@ -82,7 +79,7 @@ def test_an_optimiser_clears_its_own_gradients_alone(run) -> None:
 
 
 def test_what_is_left_goes_with_the_state(run) -> None:
-    """A round after a restored state has the same bits as the round that went on."""
+    # A round after a restored state has the same bits as the round of an uninterrupted run.
     client = run.clients["poet"]
     training, tensors = client.training, client.adapter.tensors()
     for round in range(2):  # step 3, the first of round 1, is a phase; step 4 clears what it left

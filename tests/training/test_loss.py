@@ -42,7 +42,7 @@ def test_loss_and_gradients_equal_cross_entropy(base, adapter, ids) -> None:
 
 
 def test_padded_samples_are_as_each_by_itself(base, adapter, ids) -> None:
-    """Of two samples, the last three tokens of the one and the last two of the shorter one."""
+    # The loss is over the last three tokens of one sample, and the last two of a shorter one.
     ids[1, 5:] = 0
     counted = torch.zeros(3, 7, dtype=torch.bool)
     counted[0, 4:] = counted[1, 2:4] = True

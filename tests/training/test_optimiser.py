@@ -50,11 +50,11 @@ def test_a_stopped_run_goes_on_with_any_moments(name, make, usual, tmp_path) -> 
         coterie.run(run, out=tmp_path / "run", callbacks=[Stop()])
     resumed = RunFolder(coterie.resume(tmp_path / "run").path)
     for client in ("client-diarist", "client-poet", "client-whaler"):
-        theirs, ours = whole.load(client), resumed.load(client)
+        uninterrupted, continued = whole.load(client), resumed.load(client)
         assert_same_state(whole, resumed, client)
-        assert ours.parts["training"].parts["joint"].groups
+        assert continued.parts["training"].parts["joint"].groups
         with_adamw = RunFolder(usual).load(client)["adapter"]
-        assert not all(torch.equal(t, with_adamw[name]) for name, t in theirs["adapter"].items())
+        assert not all(torch.equal(t, with_adamw[n]) for n, t in uninterrupted["adapter"].items())
 
 
 def test_adamw_has_its_defaults_however_it_is_called(config, make) -> None:
@@ -109,9 +109,7 @@ def test_what_an_optimiser_does_not_take_is_told_at_once(optimiser, sentence, ma
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
 def test_an_optimiser_that_cannot_deal_with_the_parameters_says_so() -> None:
-    with pytest.raises(
-        CoterieError, match=r"training\.optimiser: muon rejected its settings: Muon"
-    ):
+    with pytest.raises(CoterieError, match=r"training\.optimiser: muon rejected its settings: M"):
         build(OptimiserSpec(name="muon"), [torch.zeros(3, requires_grad=True)], 1e-3)
 
 

@@ -57,14 +57,14 @@ def amole(base: Any, load: Any = "top_k") -> AmoleAdapter:
 
 
 def attached(adapter: Any, base: Any) -> Any:
-    """With values that are not zero."""
+    """Attach an adapter after its tensors are filled with values that are not zero."""
     fill(adapter.tensors(), 0.3, 5)
     roles = ("dense", "generalist", "specialist", "router", "shared", "domain")
     adapter.require_grad(of_roles(*roles))
     return adapter.attach(base)
 
 
-def pieces(batch: Batch, price: int) -> list[list[int]]:
+def pieces(batch: Any, price: int) -> list[list[int]]:
     return [rows.tolist() for rows, _ in batch.pieces(price)]
 
 
@@ -73,7 +73,7 @@ def cost(parts: list[list[int]], price: int) -> int:
 
 
 def partitions(items: list[int]) -> Iterator[list[list[int]]]:
-    """All ways to share items out."""
+    """Yield all partitions of a list."""
     if not items:
         yield []
         return
@@ -85,40 +85,37 @@ def partitions(items: list[int]) -> Iterator[list[list[int]]]:
 
 
 @pytest.mark.parametrize("price", [0, 1, 5, 12, 1000])
-def test_pieces_cost_least_of_all_ways_to_share_samples_out(batch: Batch, price: int) -> None:
-    found = pieces(batch, price)
-    assert sorted(n for part in found for n in part) == list(range(len(LENGTHS)))
+def test_pieces_cost_least_of_all_ways_to_share_samples_out(batch: Any, price: int) -> None:
+    chosen = pieces(batch, price)
+    assert sorted(n for part in chosen for n in part) == list(range(len(LENGTHS)))
     least = min(cost(parts, price) for parts in partitions(list(range(len(LENGTHS)))))
-    assert cost(found, price) == least
-    assert (found == [list(range(len(LENGTHS)))]) == (price == 1000)
+    assert cost(chosen, price) == least
+    assert (chosen == [list(range(len(LENGTHS)))]) == (price == 1000)
 
 
-def test_pieces_hold_the_samples_and_no_more_padding_than_their_longest(batch: Batch) -> None:
-    assert batch.counted is not None
+def test_pieces_hold_the_samples_and_no_more_padding_than_their_longest(batch: Any) -> None:
     for rows, part in batch.pieces(5):
         time = max(LENGTHS[n] for n in rows)
-        assert part.real is not None
         assert part.real.sum(1).tolist() == [LENGTHS[n] for n in rows]
         assert torch.equal(part.ids, batch.ids[rows, : time + 1])
-        assert torch.equal(part.counted, batch.counted[rows, :time])  # pyright: ignore
+        assert torch.equal(part.counted, batch.counted[rows, :time])
 
 
-def test_a_batch_without_padding_is_one_piece(batch: Batch) -> None:
+def test_a_batch_without_padding_is_one_piece(batch: Any) -> None:
     assert pieces(Batch(batch.ids), 0) == [list(range(len(LENGTHS)))]
     [(_, part)] = Batch(batch.ids, batch.counted).pieces(0)
     assert torch.equal(part.ids, batch.ids)
 
 
-def test_parts_of_a_batch_by_length_hold_similar_samples(batch: Batch) -> None:
+def test_parts_of_a_batch_by_length_hold_similar_samples(batch: Any) -> None:
     parts: Any = batch.by_length().split(2)
     assert [n for part in parts for n in part.real.sum(1).tolist()] == sorted(LENGTHS)
     plain = Batch(batch.ids)
     assert plain.by_length() is plain
 
 
-def alone(model: Any, batch: Batch) -> list[Tensor]:
-    """Each sample's logits of counted tokens, without any padding."""
-    assert batch.counted is not None
+def alone(model: Any, batch: Any) -> list[Tensor]:
+    """Return the logits of each sample's counted tokens without padding."""
     return [
         model(batch.ids[n : n + 1, :length]).logits[0, -length:][batch.counted[n, :length]]
         for n, length in enumerate(LENGTHS)
@@ -127,11 +124,10 @@ def alone(model: Any, batch: Batch) -> list[Tensor]:
 
 @pytest.mark.parametrize("price", [0, 5, 1000])
 def test_figures_are_those_of_samples_alone_in_their_order(
-    base: Any, batch: Batch, price: int, monkeypatch: pytest.MonkeyPatch
+    base: Any, batch: Any, price: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Losses, logits, hard and soft targets; with a soft prompt, too."""
+    # The figures are losses, logits, and losses of hard and soft targets, also with a soft prompt.
     monkeypatch.setitem(loss_module.PIECE_COST, "cpu", price)
-    assert batch.counted is not None
     targets = batch.ids[:, 1:][batch.counted]
     soft = torch.stack([targets, (targets + 7) % 61], 1)
     chance = torch.Generator().manual_seed(2)
@@ -148,30 +144,30 @@ def test_figures_are_those_of_samples_alone_in_their_order(
         assert (losses[~batch.counted] == 0).all()
         torch.testing.assert_close(language_model_loss(model, *batch), expected.mean())
         wanted = -(logits.log_softmax(-1).gather(1, soft) * probs).sum(1).mean()
-        found = soft_target_loss(model, batch, soft, probs)
-        torch.testing.assert_close(found, wanted)
+        actual = soft_target_loss(model, batch, soft, probs)
+        torch.testing.assert_close(actual, wanted)
 
 
 @pytest.mark.parametrize("kind", ["mixture", "amole", "amole, first"])
 def test_gradients_and_load_balance_do_not_change_with_pieces(
-    base: Any, batch: Batch, kind: str, monkeypatch: pytest.MonkeyPatch
+    base: Any, batch: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The load balance is over all of a batch's tokens, not of its last piece."""
+    # The load balance is computed over all tokens of a batch, not over its last piece.
     adapter: Any = mixture(base) if kind == "mixture" else amole(base, kind[7:] or "top_k")
     model = attached(adapter, base)
     wanted = [p for p in adapter.tensors().values() if p.requires_grad]
-    found = []
+    results = []
     for price in (1000, 5, 0):
         monkeypatch.setitem(loss_module.PIECE_COST, "cpu", price)
         loss = language_model_loss(model, *batch)
         balance = adapter.load_balance(*(["uniform"] if kind == "mixture" else []))
         grads = torch.autograd.grad(loss + 10 * balance, wanted)
-        found.append([loss.detach(), balance.detach(), *grads, *adapter.routing().values()])
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0])
+        results.append([loss.detach(), balance.detach(), *grads, *adapter.routing().values()])
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0])
 
 
-def test_the_next_batch_begins_anew(base: Any, batch: Batch, monkeypatch: Any) -> None:
+def test_the_next_batch_begins_anew(base: Any, batch: Any, monkeypatch: Any) -> None:
     monkeypatch.setitem(loss_module.PIECE_COST, "cpu", 5)
     for adapter in (mixture(base), amole(base)):
         model = attached(adapter, base)
@@ -182,7 +178,7 @@ def test_the_next_batch_begins_anew(base: Any, batch: Batch, monkeypatch: Any) -
         assert all(torch.equal(w, adapter.routing()[path]) for path, w in once.items())
 
 
-def test_pieces_are_few_on_a_device_that_is_slow_to_start(batch: Batch) -> None:
+def test_pieces_are_few_on_a_device_that_is_slow_to_start(batch: Any) -> None:
     prices = [0, 5, 12, 30, 100]
     counts = [len(pieces(batch, price)) for price in prices]
     assert counts[-1] == 1

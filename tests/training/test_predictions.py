@@ -28,11 +28,11 @@ ITEMS = [
 
 @pytest.fixture(params=["gpt2", "llama"])
 def base(request, bases) -> Base:
-    found = load_base(str(bases / request.param), "fp32", 64)
-    adapter = Adapter(found.model, Layout(), seed=0, client="ada", common=lambda _: False)
+    base = load_base(str(bases / request.param), "fp32", 64)
+    adapter = Adapter(base.model, Layout(), seed=0, client="ada", common=lambda _: False)
     fill(adapter.tensors(), 0.3, 5)
-    adapter.attach(found.model)
-    return found
+    adapter.attach(base.model)
+    return base
 
 
 def encoded(base: Base) -> Examples:
@@ -43,7 +43,7 @@ def encoded(base: Base) -> Examples:
 
 @torch.no_grad()
 def alone(base: Base, samples: Examples) -> tuple[Tensor, Tensor]:
-    """At every position, all log-probabilities (p, vocabulary), and the next token (p,)."""
+    """Return the log-probabilities (p, vocabulary) and the next token (p,) of all positions."""
     logprobs, targets = [], []
     spans = zip(samples.starts, samples.answers, samples.starts[1:], strict=False)
     for start, answer, end in (map(int, span) for span in spans):
@@ -57,7 +57,7 @@ def alone(base: Base, samples: Examples) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("batch", [1, 2, 3, 16])
 @pytest.mark.parametrize("at_once", [1, 3, 1000])
 def test_predictions_are_those_of_rows_alone(base, batch, at_once, monkeypatch) -> None:
-    """Whatever the number of samples and of logits at a time."""
+    # The numbers of samples and of logits at a time make no difference.
     samples = encoded(base)
     logprobs, targets = alone(base, samples)
     size = logprobs.shape[1]

@@ -56,7 +56,7 @@ def test_a_loss_that_is_not_finite_is_one_sentence(config, tmp_path, monkeypatch
 
 
 def torch_rates(kind: Any, steps: int, **settings: Any) -> list[float]:
-    """What a scheduler of torch sets, step by step."""
+    """Return the learning rates that a scheduler of torch sets, step by step."""
     optimiser = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2e-3)
     scheduler, rates = kind(optimiser, **settings), []
     for _ in range(steps):
@@ -74,7 +74,7 @@ def rates_of(steps: int, rounds: int = 1, **training: Any) -> list[float]:
 @pytest.mark.parametrize("warmup", [0.3, 0.02, 0.025, 0.5])
 @pytest.mark.parametrize("steps", [100, 37, 3])
 def test_one_cycle_is_torch_s(warmup: float, steps: int) -> None:
-    one = torch.optim.lr_scheduler.OneCycleLR
+    kind = torch.optim.lr_scheduler.OneCycleLR
     settings: dict[str, Any] = {"max_lr": 2e-3, "pct_start": warmup, "cycle_momentum": False}
     for rounds, start, end, given in (
         (1, 25, 0.2, {"final_learning_rate": 4e-4}),
@@ -84,7 +84,7 @@ def test_one_cycle_is_torch_s(warmup: float, steps: int) -> None:
         if rounds == 1 and warmup * steps == 1:  # there torch divides by zero
             continue
         factors = {"div_factor": start, "final_div_factor": end}
-        expected = torch_rates(one, total, total_steps=total, **factors, **settings)
+        expected = torch_rates(kind, total, total_steps=total, **factors, **settings)
         rates = rates_of(steps, rounds, schedule="one-cycle", warmup=warmup, **given)
         assert rates == pytest.approx(expected, rel=1e-9)
 

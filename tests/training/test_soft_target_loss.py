@@ -5,9 +5,7 @@ import torch
 from small_models import VOCABULARY
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from coterie.adapters import Adapter
 from coterie.bases.precision import autocast
@@ -15,7 +13,7 @@ from coterie.losses.tokens import Batch, language_model_loss, logits_in_pieces, 
 
 
 def batches() -> dict[str, Batch]:
-    """All tokens of three samples; and the last of two, one of which is padded."""
+    """Return all tokens of three samples, and the last tokens of two, one of which is padded."""
     ids = torch.randint(VOCABULARY, (3, 8), generator=torch.Generator().manual_seed(1))
     counted = torch.zeros(3, 7, dtype=torch.bool)
     counted[0, 4:] = counted[1, 2:4] = True
@@ -31,7 +29,7 @@ BATCHES = batches()
 
 
 def dense(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Counted tokens' logits, each sample read alone: (n, vocabulary)."""
+    """Return the logits of the counted tokens, (n, vocabulary), for each sample alone."""
     logits = []
     for row, ids in enumerate(batch.ids):
         length = 7 if batch.real is None else int(batch.real[row].sum())
@@ -41,7 +39,7 @@ def dense(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def some(n: int, k: int) -> tuple[Tensor, Tensor]:
-    """Targets of which some stand twice in a row, and shares of which some are 0."""
+    """Return targets, some of which occur twice in a row, and shares, some of which are 0."""
     chance = torch.Generator().manual_seed(2)
     targets = torch.randint(VOCABULARY, (n, k), generator=chance)
     targets[::2, -1] = targets[::2, 0]
@@ -51,7 +49,7 @@ def some(n: int, k: int) -> tuple[Tensor, Tensor]:
 
 
 def expected(logits: Tensor, targets: Tensor, shares: Tensor, temperature: float = 1) -> Tensor:
-    """By a dense distribution over the vocabulary."""
+    """Compute the loss from a dense distribution over the vocabulary."""
     wanted = torch.zeros_like(logits).scatter_add_(1, targets, shares.to(logits.dtype))
     return -(wanted * (logits / temperature).log_softmax(-1)).sum(-1).mean()
 

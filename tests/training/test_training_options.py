@@ -1,4 +1,4 @@
-"""What a run file may say of training: each key changes what it should, and defaults nothing."""
+"""Keys of the section `training`: each key changes the training, and defaults change nothing."""
 
 from functools import partial
 from pathlib import Path
@@ -54,15 +54,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     "base_dropout": {"base_dropout": 0.2},
     "precision": {"precision": "bf16"},
 }
-"""By key, what is changed of `BASICS`."""
+"""The changes of `BASICS` that test a key, by key."""
 
 
 SESSIONS: dict[str, Session] = {}
-"""Of runs with the same texts and base, one."""
+"""One session for all runs with equal texts and base."""
 
 
 def trained(run: coterie.RunConfig, rounds: int = 2) -> dict[str, Tensor]:
-    """A client's adapter after some rounds of a run."""
+    """Return a client's adapter after some rounds of a run."""
     sides = sides_of(run)
     for round in range(rounds):
         one_round(sides, round)
@@ -71,7 +71,7 @@ def trained(run: coterie.RunConfig, rounds: int = 2) -> dict[str, Tensor]:
 
 
 def sides_of(run: coterie.RunConfig) -> LocalRun:
-    """A run's sides before its first round."""
+    """Return the sides of a run before its first round."""
     key = repr((run.data, run.clients, run.training.precision))
     session = SESSIONS.setdefault(key, Session(run))
     return local_run(run, session.base, session.participants(run), RunFolder(Path()))
@@ -91,11 +91,11 @@ def test_each_key_acts_and_defaults_do_nothing(config) -> None:
     assert equal(trained(make(training={**BASICS, "store_activations": True})), plain)
     no_dropout = make(training=BASICS, method={**method, "lora": {"dropout": 0}})
     assert equal(trained(no_dropout), plain)
-    found = {key: trained(make(training={**BASICS, **given})) for key, given in CHANGES.items()}
-    dead = [key for key, tensors in found.items() if equal(tensors, plain)]
+    adapters = {key: trained(make(training={**BASICS, **given})) for key, given in CHANGES.items()}
+    dead = [key for key, tensors in adapters.items() if equal(tensors, plain)]
     assert not dead
     for key in ("warmup", "schedule, cycle", "initial_learning_rate"):
-        alike = [k for k, tensors in found.items() if k != key and equal(tensors, found[key])]
+        alike = [k for k, tensors in adapters.items() if k != key and equal(tensors, adapters[key])]
         assert not alike, key
 
 
@@ -120,15 +120,15 @@ def test_what_contradicts_itself_is_refused(training, sentence, values) -> None:
 def test_a_schedule_reaches_a_deployed_client_as_it_is(config) -> None:
     rates = {"learning_rates": {"poet": 4e-3}, "schedule": "one-cycle", "warmup": 0.1}
     run = config(training={**BASICS, **rates, "initial_learning_rate": 2e-4})
-    told = parse({**run.visible_to("poet"), "clients": [{"name": "poet", "path": "poet.txt"}]})
-    assert told.training == run.training_of("poet")
-    assert told.training.initial_learning_rate == pytest.approx(4e-4)
+    visible = parse({**run.visible_to("poet"), "clients": [{"name": "poet", "path": "poet.txt"}]})
+    assert visible.training == run.training_of("poet")
+    assert visible.training.initial_learning_rate == pytest.approx(4e-4)
 
 
 @pytest.mark.parametrize("kind", ["text", "instructions"])
 @pytest.mark.parametrize("micro_batch", [1, 3])
 def test_a_batch_in_pieces_is_the_batch(config, questions, kind, micro_batch) -> None:
-    """With a penalty of the parameters, and pieces that hold unlike numbers of counted tokens."""
+    # The parameters have a penalty, and pieces have different numbers of counted tokens.
     run: dict[str, Any] = {"method": {"name": "fedprox", "mu": 3.0}, "clients": POET, "rounds": 1}
     if kind == "instructions":
         run |= {**QUESTIONS, "data_root": str(questions)}
@@ -141,7 +141,7 @@ def test_a_batch_in_pieces_is_the_batch(config, questions, kind, micro_batch) ->
 
 
 def test_pieces_with_unlike_numbers_of_tokens_occur(config, questions, monkeypatch) -> None:
-    """Else the test above would show nothing."""
+    # Without these, test_a_batch_in_pieces_is_the_batch would not test the weights of pieces.
     seen: list[list[int]] = []
     original = local.Updater.update
 
@@ -158,8 +158,6 @@ def test_pieces_with_unlike_numbers_of_tokens_occur(config, questions, monkeypat
 
 @pytest.mark.slow
 def test_distillation_in_pieces_is_distillation(teachers) -> None:
-    """On the server and on a client, which has taken the server's word in."""
-
     def taught(**training: Any) -> list[Tensor]:
         training |= {"optimiser": "sgd", "learning_rate": 0.1}
         sides: Any = joined(teachers(rounds=1, training={**BASICS, **training}))
@@ -197,8 +195,7 @@ def knobs(config) -> coterie.RunConfig:
     training |= {"schedule": "one-cycle", "warmup": 0.4, "restart": True, "checkpointing": True}
     method = {"name": "comigs-1g1s", "lora": {"dropout": 0.2}, "router": {"every": 2, "steps": 2}}
     clients = [{"name": name, "path": f"{name}.txt"} for name in ("diarist", "poet")]
-    limits = {"train": 600, "validation": 100, "test": 34}
-    data = {"window": 16, "limits": limits}
+    data = {"window": 16, "limits": {"train": 600, "validation": 100, "test": 34}}
     return config(training=training, method=method, rounds=2, clients=clients, data=data)
 
 
@@ -208,8 +205,8 @@ def test_turns_of_a_level_read_one_batch_of_the_epoch_after_another(knobs) -> No
     drawn = [client.training._batch(routers, step, turn) for step in (1, 3) for turn in (0, 1)]
     chance = partial(generator, knobs.seed, "epoch", "poet", routers.name)
     expected = [epoch_batch(text, 3, 16, number, chance) for number in range(4)]
-    for one, other in zip(drawn, expected, strict=True):
-        assert torch.equal(one.ids, other.ids)
+    for batch, other in zip(drawn, expected, strict=True):
+        assert torch.equal(batch.ids, other.ids)
 
 
 @pytest.mark.slow
@@ -225,7 +222,7 @@ def test_a_deployment_and_a_resumed_run_draw_the_same(knobs, tmp_path) -> None:
 
 
 def test_scores_have_no_dropout(knobs) -> None:
-    """A model's score is that of its adapter in a run without dropout."""
+    # A model's score equals that of its adapter in a run without dropout.
     sides = sides_of(knobs)
     one_round(sides, 0)
     part, client = sides.clients.host("poet"), sides.clients["poet"]

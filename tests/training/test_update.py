@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +14,8 @@ from coterie import CoterieError
 from coterie.adapters import Parameter, Selects, of_roles
 from coterie.messages import State
 from coterie.methods.tensors import copied, copy
-from coterie.training.context import ClientContext
 from coterie.training.optimiser import REFUSED, classes
-from coterie.training.spec import OptimiserSpec, TrainingSpec
+from coterie.training.spec import TrainingSpec
 from coterie.training.update import Piece, Updater
 
 KINDS: dict[str, Any] = {name: name for name in sorted(classes().keys() - REFUSED)} | {
@@ -29,13 +28,17 @@ ROLES: dict[str, str] = {"a": "dense", "b": "dense", "c": "router"}
 
 
 class Weights:
-    """A `Trainable`, as far as updates need one: matrices (4, 3), by name."""
+    """A `Trainable`, as far as updates need one: matrices (4, 3), by name; and their updater."""
 
-    def __init__(self) -> None:
+    def __init__(self, *roles: str, device: str = "cpu", **training: Any) -> None:
         chance = torch.Generator().manual_seed(0)
-        self.all = {
-            name: nn.Parameter(torch.randn(4, 3, generator=chance)) for name in sorted(ROLES)
-        }
+        values = {n: torch.randn(4, 3, generator=chance) for n in sorted(ROLES)}
+        self.all = {n: nn.Parameter(tensor.to(device)) for n, tensor in values.items()}
+        base = SimpleNamespace(precision="fp32", device=torch.device("cpu"))
+        spec = TrainingSpec(precision="fp32", **training)
+        context: Any = SimpleNamespace(name="poet", base=base, training=spec)
+        owner: Any = self
+        self.updater = Updater(context, owner, of_roles(*roles or ("dense", "router")))
 
     def described(self) -> dict[str, Parameter]:
         return {n: Parameter(n, ROLES[n], tensor, "zero") for n, tensor in self.all.items()}
@@ -51,16 +54,8 @@ class Weights:
         return copied(self.all)
 
 
-def updater(weights: Weights, *roles: str, **training: Any) -> Updater:
-    base = SimpleNamespace(precision="fp32", device=torch.device("cpu"))
-    spec = TrainingSpec(precision="fp32", **training)
-    context = SimpleNamespace(name="poet", base=base, training=spec)
-    selects = of_roles(*roles or ("dense", "router"))
-    return Updater(cast(ClientContext, context), cast(Any, weights), selects)
-
-
 def loss_of(parameters: dict[str, nn.Parameter], step: int) -> Tensor:
-    """Of a linear model on a batch of its own at every step."""
+    """Return the loss of a linear model on the batch of a step."""
     chance = torch.Generator().manual_seed(step)
     x, y = torch.randn(8, 4, generator=chance), torch.randn(8, 3, generator=chance)
     predicted = torch.stack([(x @ p).tanh() for p in parameters.values()]).sum(0)
@@ -71,51 +66,50 @@ def rate(step: int) -> float:
     return 0.05 / (1 + step)
 
 
-def work(one: Updater, weights: Weights, steps: range, penalty: Any = None) -> list[float]:
-    return [
-        one.update(lambda s=s: loss_of(weights.all, s), rate(s), penalty, where=f"at step {s + 1}")
-        for s in steps
-    ]
+def work(weights: Weights, steps: range, penalty: Any = None) -> list[float]:
+    def update(step: int) -> float:
+        loss = lambda: loss_of(weights.all, step)  # noqa: E731
+        return weights.updater.update(loss, rate(step), penalty, where=f"at step {step + 1}")
+
+    return [update(step) for step in steps]
 
 
 @pytest.mark.parametrize("most", [None, 0.05, 1e6])
 @pytest.mark.parametrize("penalised", [False, True])
 def test_updates_are_torch_s_adamw_on_the_same_loss(most: float | None, penalised: bool) -> None:
-    """A loop as in torch's documentation, with the norm of the gradient cut by hand."""
+    # The loop is that of torch's documentation, with an explicit scaling of the gradient's norm.
 
     def term(weights: Weights) -> Callable[[], Tensor] | None:
         return (lambda: 0.3 * weights.all["b"].pow(4).sum()) if penalised else None
 
-    mine, theirs = Weights(), Weights()
-    one = updater(mine, max_grad_norm=most)
-    adamw = torch.optim.AdamW(theirs.all.values(), betas=(0.9, 0.95), weight_decay=0.01)
-    found, expected = work(one, mine, range(6), term(mine)), []
+    own, others = Weights(max_grad_norm=most), Weights()
+    adamw = torch.optim.AdamW(others.all.values(), betas=(0.9, 0.95), weight_decay=0.01)
+    losses, expected = work(own, range(6), term(own)), []
     for step in range(6):
         adamw.param_groups[0]["lr"] = rate(step)
         adamw.zero_grad()
-        loss, extra = loss_of(theirs.all, step), term(theirs)
+        loss, extra = loss_of(others.all, step), term(others)
         (loss + extra() if extra else loss).backward()
-        grads = [p.grad for p in theirs.all.values() if p.grad is not None]
+        grads = [p.grad for p in others.all.values() if p.grad is not None]
         norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads))
         if most is not None and norm > most:
             for grad in grads:
                 grad.mul_(most / norm)
         adamw.step()
         expected.append(loss.item())
-    assert found == pytest.approx(expected, rel=1e-5)  # without the penalty
-    for name, parameter in mine.all.items():
-        torch.testing.assert_close(parameter, theirs.all[name], rtol=1e-5, atol=1e-6)
+    assert losses == pytest.approx(expected, rel=1e-5)  # without the penalty
+    for name, parameter in own.all.items():
+        torch.testing.assert_close(parameter, others.all[name], rtol=1e-5, atol=1e-6)
         assert parameter.grad is None
 
 
 def test_a_longer_gradient_is_scaled_to_the_largest_norm() -> None:
-    """One step of plain descent at rate 1 moves by the gradient itself."""
+    # A step of SGD at rate 1 moves the weights by the gradient itself.
     moves = {}
     for most in (None, 0.25, 100.0):
-        weights = Weights()
+        weights = Weights(optimiser="sgd", max_grad_norm=most)
         before = weights.values()
-        one = updater(weights, optimiser=OptimiserSpec(name="sgd"), max_grad_norm=most)
-        one.update(lambda w=weights: loss_of(w.all, 0) * 10, 1.0, where="at step 1")
+        weights.updater.update(lambda w=weights: loss_of(w.all, 0) * 10, 1.0, where="at step 1")
         moves[most] = torch.stack([p.detach() - before[n] for n, p in weights.all.items()])
     assert moves[None].norm() > 0.25
     assert torch.equal(moves[None], moves[100.0])
@@ -123,92 +117,84 @@ def test_a_longer_gradient_is_scaled_to_the_largest_norm() -> None:
 
 
 def test_only_the_roles_are_updated() -> None:
-    weights = Weights()
+    weights = Weights("router")
     before = weights.values()
-    work(updater(weights, "router"), weights, range(3))
+    work(weights, range(3))
     moved = {name for name, p in weights.all.items() if not torch.equal(p, before[name])}
     assert moved == {"c"}
     assert all(p.grad is None for p in weights.all.values())
-    assert updater(weights, "router").parameters.keys() == {"c"}
+    assert weights.updater.parameters.keys() == {"c"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_moments_come_back_through_their_bytes(kind: str) -> None:
-    """Bit for bit, in a new process, over other moments, and after having begun afresh."""
-    spec = OptimiserSpec.model_validate(KINDS[kind])
-    weights = Weights()
-    one = updater(weights, optimiser=spec)
-    work(one, weights, range(3))
-    values, data = weights.values(), one.state().encode()
-    losses = work(one, weights, range(3, 6))
-    after, moments = weights.values(), one.state().encode()
-
-    other = Weights()
-    fresh = updater(other, optimiser=spec)
-    for late, its in ((fresh, other), (one, weights)):
-        copy(values, its.all)
-        late.restore(State.decode(data))
-        assert late.state().encode() == data
-        assert work(late, its, range(3, 6)) == losses
-        assert equal(its.values(), after)
-        assert late.state().encode() == moments
+    weights, fresh = (Weights(optimiser=KINDS[kind]) for _ in range(2))
+    work(weights, range(3))
+    values, data = weights.values(), weights.updater.state().encode()
+    losses = work(weights, range(3, 6))
+    after, moments = weights.values(), weights.updater.state().encode()
+    for each in (fresh, weights):
+        copy(values, each.all)
+        each.updater.restore(State.decode(data))
+        assert each.updater.state().encode() == data
+        assert work(each, range(3, 6)) == losses
+        assert equal(each.values(), after)
+        assert each.updater.state().encode() == moments
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["reset", "restore"])
 def test_what_has_no_moments_starts_afresh(kind: str, way: str) -> None:
-    spec = OptimiserSpec.model_validate(KINDS[kind])
-    weights, other = Weights(), Weights()
-    one, fresh = updater(weights, optimiser=spec), updater(other, optimiser=spec)
-    beginning = fresh.state().encode()
-    work(one, weights, range(3))
+    weights, fresh = (Weights(optimiser=KINDS[kind]) for _ in range(2))
+    beginning = fresh.updater.state().encode()
+    work(weights, range(3))
     if way == "reset":
-        one.reset()
+        weights.updater.reset()
     else:
-        one.restore(State())
-    assert one.state().encode() == beginning
-    copy(other.all, weights.all)
-    assert work(one, weights, range(3)) == work(fresh, other, range(3))
-    assert equal(weights.values(), other.values())
+        weights.updater.restore(State())
+    assert weights.updater.state().encode() == beginning
+    copy(fresh.all, weights.all)
+    assert work(weights, range(3)) == work(fresh, range(3))
+    assert equal(weights.values(), fresh.values())
 
 
 def test_a_state_is_a_copy_grouped_by_kind() -> None:
-    """A restored state is written over the moments that are there."""
+    # Restored moments overwrite the existing ones.
     weights = Weights()
-    one = updater(weights)
-    assert one.state() == State()
-    work(one, weights, range(2))
-    state = one.state()
+    updater = weights.updater
+    assert updater.state() == State()
+    work(weights, range(2))
+    state = updater.state()
     assert state.groups.keys() == {"step", "exp_avg", "exp_avg_sq"}
     assert all(group.keys() == weights.all.keys() for group in state.groups.values())
     assert {step.item() for step in state["step"].values()} == {2}
     before = copied(state["exp_avg"])
-    places = {n: one.optimiser.state[p]["exp_avg"].data_ptr() for n, p in weights.all.items()}
+    places = {n: updater.optimiser.state[p]["exp_avg"].data_ptr() for n, p in weights.all.items()}
     for _ in range(2):
-        work(one, weights, range(2, 4))
+        work(weights, range(2, 4))
         assert equal(state["exp_avg"], before)
-        one.restore(state)
-        moments = {n: one.optimiser.state[p]["exp_avg"] for n, p in weights.all.items()}
+        updater.restore(state)
+        moments = {n: updater.optimiser.state[p]["exp_avg"] for n, p in weights.all.items()}
         assert equal(moments, before)
         assert {n: tensor.data_ptr() for n, tensor in moments.items()} == places
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None])
 def test_a_loss_that_is_not_finite_is_a_sentence_and_changes_nothing(value: float | None) -> None:
-    """None is a loss in two pieces, of which the later one is not finite."""
+    # None is a loss in two pieces, of which the later one is not finite.
     weights = Weights()
-    one = updater(weights)
-    work(one, weights, range(2))
-    before, state = weights.values(), one.state().encode()
+    updater = weights.updater
+    work(weights, range(2))
+    before, state = weights.values(), updater.state().encode()
     parts = [Piece(lambda s=s: loss_of(weights.all, s) / (1 - s), 1) for s in (0, 1)]
     loss: Any = parts if value is None else lambda: loss_of(weights.all, 2) * value
     with pytest.raises(CoterieError) as error:
-        one.update(loss, 0.1, where="at step 3")
+        updater.update(loss, 0.1, where="at step 3")
     assert str(error.value) == (
         "The loss of 'poet' is not finite at step 3; a lower training.learning_rate may help."
     )
     assert equal(weights.values(), before)
-    assert one.state().encode() == state
+    assert updater.state().encode() == state
     assert all(p.grad is None for p in weights.all.values())
 
 
@@ -225,54 +211,48 @@ def test_a_loss_that_is_not_finite_is_a_sentence_and_changes_nothing(value: floa
 def test_too_little_memory_is_a_sentence_and_changes_nothing(
     micro_batch: int | None, quantised: bool, stores: bool, helps: str
 ) -> None:
-    weights = Weights()
-    one = updater(weights, micro_batch=micro_batch, store_activations=stores)
+    weights = Weights(micro_batch=micro_batch, store_activations=stores)
     config = SimpleNamespace(**({"quantization_config": {}} if quantised else {}))
-    one.context.window = 16  # pyright: ignore
-    one.context.base.model = SimpleNamespace(config=config)  # pyright: ignore
+    context: Any = weights.updater.context
+    context.window, context.base.model = 16, SimpleNamespace(config=config)
 
     def full() -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     pieces = [Piece(lambda: loss_of(weights.all, 2), 1), Piece(full, 1)]
     with pytest.raises(CoterieError) as error:
-        one.update(pieces, 0.1, where="at step 3")
+        weights.updater.update(pieces, 0.1, where="at step 3")
     assert str(error.value) == f"The GPU has too little memory for a training step; set {helps}."
     assert all(parameter.grad is None for parameter in weights.all.values())
 
 
 def test_pieces_weigh_by_their_tokens_and_the_penalty_counts_once() -> None:
-    """One step of plain descent at rate 1 moves by the gradient itself."""
+    # A step of SGD at rate 1 moves the weights by the gradient itself.
 
     def moved(loss: Any) -> dict[str, Tensor]:
-        weights = Weights()
+        weights = Weights(optimiser="sgd")
         before = weights.values()
-        one = updater(weights, optimiser=OptimiserSpec(name="sgd"))
         penalty = lambda: 0.3 * weights.all["b"].pow(4).sum()  # noqa: E731
-        value = one.update(loss(weights), 1.0, penalty, where="at step 1")
+        value = weights.updater.update(loss(weights), 1.0, penalty, where="at step 1")
         assert value == pytest.approx((3 * first + 5 * second) / 8)
         return {n: p.detach() - before[n] for n, p in weights.all.items()}
 
     first, second = (loss_of(Weights().all, step).item() for step in (0, 1))
     whole = moved(lambda w: lambda: (3 * loss_of(w.all, 0) + 5 * loss_of(w.all, 1)) / 8)
-    pieces = moved(
-        lambda w: [Piece(lambda: loss_of(w.all, 0), 3), Piece(lambda: loss_of(w.all, 1), 5)]
-    )
+    parts = ((0, 3), (1, 5))
+    pieces = moved(lambda w: [Piece(lambda s=s: loss_of(w.all, s), n) for s, n in parts])
     torch.testing.assert_close(pieces, whole)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_moments_go_where_their_parameters_are(kind: str) -> None:
-    """The meta device stands for a GPU; what is loaded is on the CPU."""
-    spec = OptimiserSpec.model_validate(KINDS[kind])
-    weights, there = Weights(), Weights()
-    one = updater(weights, optimiser=spec)
-    work(one, weights, range(2))
-    there.all = {n: nn.Parameter(torch.empty(4, 3, device="meta")) for n in weights.all}
-    other = updater(there, optimiser=spec)
-    other.restore(one.state())
-    states = [other.optimiser.state[parameter] for parameter in there.all.values()]
-    assert [len(s) for s in states] == [len(one.optimiser.state[p]) for p in weights.all.values()]
-    for state in states:
+    # The meta device stands for a GPU; the loaded state is on the CPU.
+    weights, moved = (Weights(optimiser=KINDS[kind], device=d) for d in ("cpu", "meta"))
+    work(weights, range(2))
+    moved.updater.restore(weights.updater.state())
+    both = (weights, moved)
+    states, restored = ([w.updater.optimiser.state[p] for p in w.all.values()] for w in both)
+    assert [*map(len, states)] == [*map(len, restored)]
+    for state in restored:
         wrong = {k for k, t in state.items() if t.device.type != ("cpu" if k == "step" else "meta")}
         assert not wrong
