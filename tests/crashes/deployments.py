@@ -84,7 +84,7 @@ class Outcome:
 
 
 def shorten_times() -> None:
-    """Shorten the intervals after which processes notice that others are gone or back."""
+    """Reduce the intervals after which processes notice that others are gone or back."""
     mailbox_module.ABSENT_SECONDS = ABSENT
     server_module.POLL_SECONDS = 1.0
     server_module.PIECE = client_module.PIECE = 1 << 11
@@ -165,7 +165,7 @@ class Stage:
 
 
 def fork(work: Callable[[], object], log: Path) -> int:
-    """Do some work in a process that ends with this one, and return its process id."""
+    """Execute some work in a process that ends with this one, and return its process id."""
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not be forked"
     parent = os.getpid()
     if (pid := os.fork()) > 0:

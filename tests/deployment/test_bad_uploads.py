@@ -33,7 +33,7 @@ def wrong(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Message],
 
 
 def heavy(message: Message) -> Message:
-    """More tokens than there are, in the hello and with every upload."""
+    """Report more tokens than there are, in the hello and with every upload."""
     values = {**message.values, TOKENS.name: 2**62}
     changed = values if TOKENS.name in message.values else message.values
     return Message(message.exchange, message.groups, changed)
@@ -72,7 +72,7 @@ CASES = [
 
 
 def spoiled(run: RunConfig, fault: str, out: Any) -> Loop:
-    """Everybody, of whom one lies."""
+    """Return workers of all clients, one of which damages its replies."""
 
     def change(name: str, data: bytes) -> bytes:
         reply, body = unseal(Reply, data)

@@ -142,8 +142,8 @@ class Federation:
     def environment(self, name: str) -> dict[str, str]:
         """Return the environment of a process."""
         path = f"{self.programs}:{os.environ['PATH']}"
-        mine = {"PYTHONPATH": str(SOURCE), "FLWR_HOME": str(self.home(name)), "PATH": path}
-        return {**os.environ, **mine, "FLWR_TELEMETRY_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+        own = {"PYTHONPATH": str(SOURCE), "FLWR_HOME": str(self.home(name)), "PATH": path}
+        return {**os.environ, **own, "FLWR_TELEMETRY_ENABLED": "0", "OMP_NUM_THREADS": "1"}
 
     def start(self, name: str, program: str, *options: object) -> None:
         """Start a program in a session of its own, whose output goes to a log."""

@@ -53,7 +53,7 @@ def test_a_step_is_undone_when_its_round_is_opened_again(config, tmp_path) -> No
 
 @pytest.mark.parametrize("fault", ["disconnects", "stalls", "is rejected and disconnects"])
 def test_a_round_begins_again_with_a_later_client(fault, config, tmp_path, caplog) -> None:
-    """A client of the round does not deliver its upload, and the others are below the quorum."""
+    """Drop the upload of a client, so that the others are below the quorum."""
     deployment = {"quorum": 2, "deadline": 0.01}
     run = config(method={"name": "fedavg"}, rounds=2, deployment=deployment)
     replies: list[bytes] = []

@@ -128,7 +128,7 @@ def folder(tmp_path) -> RunFolder:
 
 
 def stored(folder: RunFolder, text: str) -> StateFile:
-    """A state outside the checkpoints."""
+    """Return a state that is stored outside the checkpoints."""
     data = State(values={"text": text}).encode()
     return StateFile.write(folder.path, "states/client-zed.new", data)
 

@@ -54,21 +54,21 @@ def test_a_round_goes_on_without_a_client_that_diverges(method, last, broken, tm
 
 
 def test_the_client_keeps_its_state_from_before_the_round(broken, tmp_path) -> None:
-    """Of the last round, so that nothing else happens to it; the others' states change."""
+    """Let a client diverge in the last round, so that its state does not change afterwards."""
     run = broken("comigs-1g1s", rounds=2, evaluation={"keep": "last"})
-    found = RunFolder(coterie.run(run, out=tmp_path / "whole").path)
+    whole = RunFolder(coterie.run(run, out=tmp_path / "whole").path)
     with pytest.raises(KeyboardInterrupt):
         coterie.run(run, out=tmp_path / "before", callbacks=[StopAfter()])
     before = RunFolder(tmp_path / "before")
-    mine, earlier = (folder.load(f"client-{WHO}") for folder in (found, before))
+    after, earlier = (folder.load(f"client-{WHO}") for folder in (whole, before))
     private = {part.name for part in _parts(run) if not run.method.shared(part)}
     assert private
     for name in private:
-        assert torch.equal(mine["adapter"][name], earlier["adapter"][name])
-    assert_equal(mine.parts["training"], earlier.parts["training"], WHO)
-    theirs, before_it = (f.load("client-diarist").parts["training"] for f in (found, before))
+        assert torch.equal(after["adapter"][name], earlier["adapter"][name])
+    assert_equal(after.parts["training"], earlier.parts["training"], WHO)
+    after_it, before_it = (f.load("client-diarist").parts["training"] for f in (whole, before))
     with pytest.raises(AssertionError):
-        assert_equal(theirs, before_it, "diarist")
+        assert_equal(after_it, before_it, "diarist")
 
 
 def _parts(run: coterie.RunConfig) -> list[Any]:

@@ -38,8 +38,8 @@ def test_run_and_compare_show_what_the_commonest_answer_scores(choices, tmp_path
     table = run.table()
     assert table.columns[-1] == COMMONEST
     assert [row[-1] for row in table.rows[:2]] == ["37.50", "37.50"]
-    found = coterie.compare(choices, ["pretrained", "centralized"], out=tmp_path / "compare")
+    comparison = coterie.compare(choices, ["pretrained", "centralized"], out=tmp_path / "compare")
     last = json.loads((tmp_path / "compare" / "compare.json").read_text())[-1]
     assert last["method"] == COMMONEST
     assert last["clients"] == {"ada": naive, "ben": naive}
-    assert found.table().rows[-1][:4] == [COMMONEST, "37.50", "37.50", "37.50"]
+    assert comparison.table().rows[-1][:4] == [COMMONEST, "37.50", "37.50", "37.50"]

@@ -134,7 +134,7 @@ def test_a_client_is_back_soon_after_the_server_has_restarted(tmp_path: Path) ->
     assert worker.orders == [b"order", b"again"]
 
 
-def test_a_reply_is_sent_after_a_restart_only_if_it_is_asked_for(tmp_path: Path) -> None:
+def test_a_reply_is_sent_after_a_restart_on_request_only(tmp_path: Path) -> None:
     released = threading.Event()
     worker = Echo(b"reply", released=released)
     with mail.post(tmp_path) as post:
@@ -194,7 +194,7 @@ def test_a_reply_that_is_too_large_is_not_computed_again(tmp_path: Path) -> None
         assert reply_to(post.mailbox, post.mailbox.send("anna", b"next", 1, 60)) == b"smaller"
 
 
-def test_an_order_that_is_replaced_while_it_is_executed_is_followed_by_the_next(post: Post) -> None:
+def test_an_order_replaced_during_its_execution_is_followed_by_the_next(post: Post) -> None:
     worker = Echo(b"reply", released=threading.Event())
     with connected(post, worker):
         first = post.mailbox.send("anna", b"first", 0, 60)
@@ -244,7 +244,7 @@ def test_no_thread_uses_or_closes_a_connection_of_another_thread(post: Post, mon
     wait(lambda: all(client.is_closed for client in threads))
 
 
-def test_a_client_ends_when_its_worker_has_finished_and_the_reply_was_sent(post: Post) -> None:
+def test_a_client_ends_once_its_last_reply_was_sent(post: Post) -> None:
     class Last(Echo):
         def answer(self, data: bytes) -> bytes:
             self.finished = True
@@ -261,9 +261,9 @@ def order(kind: Kind) -> Order:
 
 
 def test_the_first_order_to_join_is_returned_and_not_replied_to(post: Post) -> None:
-    found: list[Order] = []
+    orders: list[Order] = []
     thread = threading.Thread(
-        target=lambda: found.append(first_order(post.address, post.credentials(), 20))
+        target=lambda: orders.append(first_order(post.address, post.credentials(), 20))
     )
     thread.start()
     wait(lambda: is_present(post.mailbox))
@@ -271,7 +271,7 @@ def test_the_first_order_to_join_is_returned_and_not_replied_to(post: Post) -> N
     assert reply_to(post.mailbox, step) is None
     join = post.mailbox.send("anna", seal(order("join")), 0, 60)
     thread.join(20)
-    assert found == [order("join")]
+    assert orders == [order("join")]
     assert reply_to(post.mailbox, join) is None
     assert post.mailbox.present() == {}
 

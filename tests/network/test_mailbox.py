@@ -94,7 +94,7 @@ def test_an_upload_that_broke_off_continues_where_it_stopped(post: Post) -> None
     assert replies(post, ticket) == [(ticket, REPLY)]
 
 
-def test_a_reply_with_a_wrong_digest_is_sent_again_from_its_first_byte(post: Post) -> None:
+def test_a_reply_with_a_wrong_digest_is_sent_again(post: Post) -> None:
     ticket = send(post)
     begin_upload(post, ticket, 4000).close()
     assert received(post, ticket) == 4000
@@ -279,7 +279,7 @@ def test_an_upload_to_an_order_that_was_replaced_is_refused(post: Post) -> None:
     assert replies(post, ticket) == [(ticket, None)]
 
 
-def test_a_client_is_present_until_it_has_shown_no_sign_for_a_time(post: Post, monkeypatch) -> None:
+def test_a_client_is_present_until_its_last_request_expires(post: Post, monkeypatch) -> None:
     monkeypatch.setattr(mailbox_module, "ABSENT_SECONDS", 1.0)
     ticket = send(post)
     with begin_upload(post, ticket, 1) as connection:
