@@ -80,7 +80,7 @@ def many(config: Any, texts: Path, folder: Path, count: int) -> RunConfig:
     return config(method="fedavg", clients=clients, data_root=str(folder), rounds=2)
 
 
-@pytest.mark.parametrize(("free", "loaded"), [(20, 0), (8, 12 + 13 + 13), (0, 19 + 20 + 20)])
+@pytest.mark.parametrize(("free", "loaded"), [(8, 0), (3, 5 + 6 + 6), (0, 7 + 8 + 8)])
 def test_free_memory_limits_clients(free, loaded, config, texts, tmp_path, monkeypatch) -> None:
     alive: WeakSet[ClientHost] = WeakSet()
     most, loads, written = 0, 0, Counter[str]()
@@ -101,7 +101,7 @@ def test_free_memory_limits_clients(free, loaded, config, texts, tmp_path, monke
         written[name] += 1
         return write(folder, name, data)
 
-    run = many(config, texts, tmp_path, 20)
+    run = many(config, texts, tmp_path, 8)
     size = joined(run).clients["client-00"].state().nbytes
     # A client in training has parameters, gradients and two moments. Clients get an eighth.
     monkeypatch.setattr("coterie.engines.local.free_memory", lambda: (free + 1) * 8 * 4 * size - 1)
@@ -109,8 +109,8 @@ def test_free_memory_limits_clients(free, loaded, config, texts, tmp_path, monke
     monkeypatch.setattr(NewStates, "newest", load)
     monkeypatch.setattr(StateFile, "write", written_once)
     coterie.run(run, out=tmp_path / "run")
-    assert most <= max(1, free) + (free < 20)  # one is created before another is removed
-    # Two rounds and the last download; with room for eight clients, seven stay in memory.
+    assert most <= max(1, free) + (free < 8)  # one is created before another is removed
+    # Two rounds and the last download; with space for three clients, two stay in memory.
     assert loads == loaded
     # Each state is written once.
     states = {name: n for name, n in written.items() if name.startswith("states/client-")}
