@@ -102,7 +102,9 @@ class Deployment:
             keys.add(name, self.folder / f"{name}.key")
 
     def serve(self, *options: str) -> Program:
-        """Start the server."""
+        """Start the server, with new keys for all clients unless there are keys."""
+        if not (self.folder / "keys").exists():
+            self.make_keys()
         address = f"127.0.0.1:{self.port}"
         return self._start("server", ["server", "run.yaml", "--address", address, *options])
 

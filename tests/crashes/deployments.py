@@ -272,8 +272,7 @@ class Deployment:
                 install(state.at, state.way, state.of, occurrence, delay, marker)
 
         work = self.serve if name == "server" else lambda: self.take_part(name)
-        pid = fork(lambda: (kill(), work()), self.folder / f"{name}.log")
-        self.pids[pid] = name
+        self.pids[fork(lambda: (kill(), work()), self.folder / f"{name}.log")] = name
 
     def marker(self, life: int) -> Path:
         """Return the file that the victim writes before it kills itself."""
@@ -330,8 +329,7 @@ class Deployment:
         site = Site(
             name, {"path": text}, self.folder / name, base=self.stage.config.base.name, device="cpu"
         )
-        stop = threading.Event()
-        take_part(f"localhost:{self.port}", credentials, site, lambda *_: None, stop)
+        take_part(f"localhost:{self.port}", credentials, site, lambda *_: None, threading.Event())
 
     @property
     def server(self) -> RunFolder:

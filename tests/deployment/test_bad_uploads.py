@@ -40,8 +40,7 @@ def heavy(message: Message) -> Message:
 
 
 def noisy(tensor: torch.Tensor) -> torch.Tensor:
-    chance = torch.Generator().manual_seed(0)
-    return tensor + 0.1 * torch.randn(tensor.shape, generator=chance)
+    return tensor + 0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
 
 
 FAULTS: dict[str, Callable[[Message], Message]] = {

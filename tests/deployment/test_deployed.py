@@ -70,8 +70,7 @@ def test_prompts_with_answers_over_a_network(values, questions, tmp_path) -> Non
     local = coterie.run(run, out=tmp_path / "local")
     deploy(run, tmp_path)
     assert_as_local(run, tmp_path, RunFolder(local.path))
-    shared = deployed(run, share_metrics=True)
-    deploy(shared, tmp_path / "shared")
+    deploy(deployed(run, share_metrics=True), tmp_path / "shared")
     result = result_of(RunFolder(tmp_path / "shared" / "server"))
     for name in NAMES:
         score = result["trained"][name]
@@ -91,8 +90,7 @@ def test_lost_replies_are_answered_from_store(run, local, tmp_path) -> None:
         for name in NAMES:
             loop.reconnect(name)
 
-    events = dict.fromkeys(range(3, 100, 3), reconnect)
-    loop = deploy(run, tmp_path, lose=lose, events=events)
+    loop = deploy(run, tmp_path, lose=lose, events=dict.fromkeys(range(3, 100, 3), reconnect))
     assert max(steps(loop).values()) > 1  # orders were repeated
     assert_as_local(run, tmp_path, local)  # and not obeyed twice
 
@@ -241,8 +239,7 @@ def test_a_client_whose_disk_is_full_keeps_its_state(run, tmp_path, monkeypatch)
         save(self, rounds, states, **files)
 
     monkeypatch.setattr(RunFolder, "save", saves)
-    quorum = deployed(run, quorum=2, deadline=0.001)
-    loop = deploy(quorum, tmp_path)
+    loop = deploy(deployed(run, quorum=2, deadline=0.001), tmp_path)
     counted = {o.turn: o.counted for n, o in loop.orders if n == "poet" and o.kind == "step"}
     assert counted[1] == 0
     assert "finish" in {o.kind for n, o in loop.orders if n == "poet"}
@@ -295,8 +292,7 @@ def test_the_base_is_loaded_once(run, tmp_path, monkeypatch) -> None:
 
 
 def test_nothing_personal_is_in_any_message(run, tmp_path) -> None:
-    loop = deploy(run, tmp_path)
-    travelled = b"".join(loop.seen)
+    travelled = b"".join(deploy(run, tmp_path).seen)
     for name in NAMES:
         state = folder(run, tmp_path, name).load(f"client-{name}")
         assert len(state.parts) == 1  # local training's moments

@@ -109,10 +109,8 @@ def test_the_demo_between_five_processes_is_that_of_one(method, deploy, tmp_path
 
 @pytest.mark.thorough
 def test_a_network_that_is_cut_for_30_seconds_changes_no_bit(deploy, four, tmp_path) -> None:
-    method = {"name": "pcl-2", "warmup": 1, "every": 1, "validation_batches": 1}
-    run = four(method=method)
+    run = four(method={"name": "pcl-2", "warmup": 1, "every": 1, "validation_batches": 1})
     deployment = deploy(run, taped=("poet",))
-    deployment.make_keys()
     deployment.serve()
     rope = deployment.rope("poet")
     with LossyProxy(deployment.port) as proxy:
@@ -135,7 +133,6 @@ def test_a_network_that_is_cut_for_30_seconds_changes_no_bit(deploy, four, tmp_p
 def test_a_killed_server_goes_on_and_nothing_personal_travels(deploy, four, tmp_path) -> None:
     run = four()
     deployment = deploy(run, taped=("server", *NAMES))
-    deployment.make_keys()
     deployment.serve()
     ropes = [deployment.rope(name, round=1) for name in ("poet", "whaler")]
     deployment.join()
@@ -179,7 +176,7 @@ def _nothing_personal_travelled(deployment: Deployment) -> None:
 
 
 @pytest.fixture(scope="module")
-def long_run(four, tmp_path_factory) -> Iterator[Deployment]:
+def deployment(four, tmp_path_factory) -> Iterator[Deployment]:
     """A run without end of which three of four clients are enough; the fourth came late."""
     run = four(rounds=100_000, deployment={"quorum": 3, "deadline": 8})
     folder = tmp_path_factory.mktemp("long") / "run"
@@ -187,7 +184,6 @@ def long_run(four, tmp_path_factory) -> Iterator[Deployment]:
         Deployment(folder, run, taped=NAMES) as deployment,
         small_disk(folder / "site-lexicographer"),
     ):
-        deployment.make_keys()
         deployment.serve()
         deployment.join("diarist", "lexicographer", "poet")
         deployment.wait(lambda: deployment.done() >= 2)
@@ -221,16 +217,15 @@ def all_present(deployment: Deployment) -> None:
     deployment.wait(all_counted)
 
 
-def test_a_client_that_joins_late_takes_part_from_then_on(long_run) -> None:
-    first = long_run.counted("whaler")[0]
+def test_a_client_that_joins_late_takes_part_from_then_on(deployment) -> None:
+    first = deployment.counted("whaler")[0]
     assert first >= 2
-    assert f"round {first + 1}/" in long_run.programs["whaler"].text
-    long_run.rounds_more(3)
-    assert long_run.counted("whaler")[:3] == [first, first + 1, first + 2]
+    assert f"round {first + 1}/" in deployment.programs["whaler"].text
+    deployment.rounds_more(3)
+    assert deployment.counted("whaler")[:3] == [first, first + 1, first + 2]
 
 
-def test_a_client_that_is_killed_goes_on_from_its_last_counted_round(long_run, tmp_path) -> None:
-    deployment = long_run
+def test_a_client_that_is_killed_goes_on_from_its_last_counted_round(deployment, tmp_path) -> None:
     all_present(deployment)
     rope = deployment.hold("poet")
     last, before = deployment.counted("poet")[-1], len(deployment.tape("poet"))
@@ -269,8 +264,7 @@ def orders(tape: list[bytes]) -> Iterator[tuple[bytes, Order]]:
             yield data, unseal(Order, data)[0]
 
 
-def test_a_straggler_past_the_deadline_is_left_out_and_caught_up(long_run) -> None:
-    deployment = long_run
+def test_a_straggler_past_the_deadline_is_left_out_and_caught_up(deployment) -> None:
     all_present(deployment)
     rope = deployment.hold("whaler")
     whaler, last = deployment.programs["whaler"], deployment.counted("whaler")[-1]
@@ -288,8 +282,8 @@ def test_a_straggler_past_the_deadline_is_left_out_and_caught_up(long_run) -> No
     say("client slower than the deadline (stopped in training)", "left out, then caught up", took)
 
 
-def test_a_client_is_left_out_while_its_disk_is_full(long_run) -> None:
-    deployment, name = long_run, "lexicographer"
+def test_a_client_is_left_out_while_its_disk_is_full(deployment) -> None:
+    name = "lexicographer"
     all_present(deployment)
     rope, last = deployment.hold(name), deployment.counted(name)[-1]
     before, printed_before = deployment.logs(), len(deployment.programs[name].text)
@@ -328,8 +322,7 @@ def filled(folder: Path, program: Program) -> Callable[[], object]:
 
 
 @pytest.mark.thorough
-def test_a_renewed_key_replaces_the_one_in_use(long_run) -> None:
-    deployment = long_run
+def test_a_renewed_key_replaces_the_one_in_use(deployment) -> None:
     all_present(deployment)
     printed_before = len(deployment.programs["poet"].text)
     key_file = Keys(deployment.folder / "keys").renew("poet", deployment.folder / "new.key")
@@ -341,8 +334,7 @@ def test_a_renewed_key_replaces_the_one_in_use(long_run) -> None:
     deployment.until_counted("poet", after=deployment.done() + 1)
 
 
-def test_ctrl_c_and_sigterm_end_everybody_with_a_sentence(long_run) -> None:
-    deployment = long_run
+def test_ctrl_c_and_sigterm_end_everybody_with_a_sentence(deployment) -> None:
     all_present(deployment)
     rope = deployment.hold("poet")  # one of them in mid-round
     families = [p for program in deployment.programs.values() for p in program.family()]

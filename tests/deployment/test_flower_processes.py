@@ -93,8 +93,7 @@ class Federation:
         self.connection = shown.replace("/etc/flower/ca.pem", f"{keys}/ca.pem")
         assert self.connection.count(str(self.port)) == self.connection.count(str(keys)) == 1
         self.wait(lambda: accepts(self.port) and accepts(fleet))
-        home = self.home("user")
-        (home / "config.toml").write_text(f"[superlink.us]\n{self.connection}")
+        (self.home("user") / "config.toml").write_text(f"[superlink.us]\n{self.connection}")
         self.write_app()
         for name, writer in NAMES.items():
             key = ec.generate_private_key(ec.SECP384R1())

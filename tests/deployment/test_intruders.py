@@ -165,8 +165,7 @@ def test_half_a_reply(deployment, rogue) -> None:
         assert self.http is not None
         headers = {"Content-Range": "bytes 0-999/1000", "Content-Length": "1000"}
         with suppress(httpx.HTTPError):
-            path = f"/replies/{self.offer.ticket}"
-            self.http.put(path, headers=headers, content=cut())
+            self.http.put(f"/replies/{self.offer.ticket}", headers=headers, content=cut())
         self.reply = None
 
     with pytest.MonkeyPatch.context() as patch:

@@ -155,8 +155,7 @@ def test_a_run_begins_without_a_client_that_it_does_not_name(config, tmp_path) -
 
 def test_a_client_that_holds_less_than_others_mix_is_refused(config, tmp_path) -> None:
     """Refuse a client whose uploads all other clients would refuse."""
-    run = config(method={"name": "pcl-2", "warmup": 1, "every": 1})
-    local = joined(run)
+    local = joined(config(method={"name": "pcl-2", "warmup": 1, "every": 1}))
     hello = local.clients["poet"].hello()
     shapes = dict(list(hello.values["shapes"].items())[:1])
     with pytest.raises(MessageError, match="does not declare the shared tensor"):
@@ -240,8 +239,7 @@ def test_what_a_server_keeps_of_a_client_is_deleted(done) -> None:
 
 def test_what_transforms_remember_of_a_client_is_deleted(config, tmp_path) -> None:
     load_plugin(EXAMPLES / "masked_sum.py")
-    transforms = ["masked_sum"]
-    deploy(config(rounds=1, aggregation={"transforms": transforms}), tmp_path)
+    deploy(config(rounds=1, aggregation={"transforms": ["masked_sum"]}), tmp_path)
     folder = RunFolder(tmp_path / "server")
     remembered = folder.load("transforms").encode()
     assert remembered.count(b"poet") == remembered.count(b"whaler") > 1  # keys, and links
@@ -309,7 +307,6 @@ def three(values, tmp_path) -> Iterator[Deployment]:
     clients = [{"name": name, "path": f"{name}.txt"} for name in NAMES]
     run = values(data_root=str(EMBEDDED / "demo-writers"), clients=clients, rounds=4)
     with Deployment(tmp_path / "run", run) as deployment:
-        deployment.make_keys()
         deployment.serve()
         deployment.join()
         deployment.rounds_more(1)

@@ -92,8 +92,7 @@ def test_a_kill_keeps_each_line(method, point, config, undisturbed, tmp_path, mo
             continue
     assert kills == (1 if point == "in finish" else 3)
     assert lines(RunFolder(out)) == lines(expected)
-    result = result_of(RunFolder(out))
-    assert result | {"seconds": 0} == result_of(expected) | {"seconds": 0}
+    assert result_of(RunFolder(out)) | {"seconds": 0} == result_of(expected) | {"seconds": 0}
 
 
 @pytest.mark.parametrize("method", some({"fedavg"}, ["fedavg", "local"]))
@@ -125,8 +124,7 @@ def without_the_end(lines: list[Line]) -> list[Line]:
 
 @pytest.mark.parametrize("method", some({"fedavg"}, ["fedavg", "local"]))
 def test_a_server_has_the_figures_of_one_process(method, config, undisturbed, tmp_path) -> None:
-    run = shared(config, method)
-    deploy(run, tmp_path)
+    deploy(shared(config, method), tmp_path)
     actual, expected = RunFolder(tmp_path / "server"), undisturbed(method)
     assert without_the_end(learnt(actual)) == learnt(expected)
     # The last download of "local" is empty; in a deployment, it is sent nevertheless.
@@ -197,8 +195,7 @@ def test_what_a_client_may_not_claim_in_a_figure(config, undisturbed, tmp_path) 
     clients = [m for m in metrics if m["name"] not in rounds and m["client"] in NAMES]
     measured = [m for m in clients if not m["name"].startswith(("bytes/", CHANGE))]
     assert sorted(without_the_end(measured), key=json.dumps) == learnt(undisturbed("fedavg"))
-    result = result_of(RunFolder(tmp_path / "server"))
-    assert "server" not in result
+    assert "server" not in result_of(RunFolder(tmp_path / "server"))
 
 
 def scored(run: coterie.RunConfig, out: Path, name: str) -> dict[tuple[str, int], Any]:

@@ -20,8 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "transforms"
 
 
 def run_file(values: Any, transform: str) -> dict[str, Any]:
-    aggregation = {"transforms": [transform], "largest_change": None}
-    return values(rounds=2, aggregation=aggregation)
+    return values(rounds=2, aggregation={"transforms": [transform], "largest_change": None})
 
 
 @pytest.mark.parametrize("transform", ["int8", "masked_sum"])
@@ -31,7 +30,6 @@ def test_a_deployment_ends_in_the_bits_of_one_process(transform, values, tmp_pat
     run = run_file(values, transform)
     local = RunFolder(coterie.run(parse(run), out=tmp_path / "local").path)
     with Deployment(tmp_path / "deployment", run, plugins=(file,)) as deployment:
-        deployment.make_keys()
         deployment.serve()
         deployment.join()
         assert deployment.ends() == {"server": 0, **dict.fromkeys(NAMES, 0)}
@@ -49,7 +47,6 @@ def test_a_client_with_another_file_is_refused(values, tmp_path) -> None:
     other.write_text(file.read_text(encoding="utf-8") + "\n# changed\n", encoding="utf-8")
     run = run_file(values, "int8")
     with Deployment(tmp_path / "deployment", run, plugins=(file,)) as deployment:
-        deployment.make_keys()
         deployment.serve()
         deployment.plugins = ["--plugin", str(other)]
         deployment.join("poet")
@@ -68,7 +65,6 @@ def test_a_killed_server_with_a_model_ends_in_the_same_bits(values, bases, tmp_p
     run["data"] = {**run["data"], "public": str(common)}
     run["server"] = {"base": str(bases / "llama"), "test": str(test)}
     with Deployment(tmp_path / "deployment", run) as deployment:
-        deployment.make_keys()
         deployment.serve()
         deployment.join("diarist", "poet")
         deployment.wait(lambda: "poet joined" in deployment.programs["server"].text)

@@ -42,7 +42,6 @@ def test_no_upload_and_no_readable_file_is_left(number, values, tmp_path, monkey
     clients = [{"name": name, "path": f"{name}.txt"} for name in NAMES]
     run = values(data_root=str(EMBEDDED / "demo-writers"), clients=clients)
     with Deployment(tmp_path / "us", run, taped=("server", *NAMES)) as deployment:
-        deployment.make_keys()
         server = deployment.serve()
         ropes = [deployment.rope(name, round=1) for name in NAMES]
         deployment.join()

@@ -125,8 +125,7 @@ def test_long_values_are_compared_to_their_ends() -> None:
 def test_whoever_does_not_agree_sends_nothing(config, tmp_path) -> None:
     run = config()
     worker = Worker(replace(site(run, "poet", tmp_path), agrees=lambda *_: False))
-    answer = worker.answer(sealed(order(run)))
-    reply, body = unseal(Reply, answer)
+    reply, body = unseal(Reply, worker.answer(sealed(order(run))))
     assert (reply.fault, reply.base, body) == ("declined", "", b"")
     assert worker.declined
     assert worker.finished

@@ -202,8 +202,7 @@ def test_an_upload_that_waits_on_disk_has_no_name_there(config, tmp_path) -> Non
 
 
 def test_uploads_that_are_sent_again_take_no_more_space(config) -> None:
-    run = weighted(config)
-    local = joined(run)
+    local = joined(weighted(config))
     local.open(local.config.turn(0), sorted(local.clients))
     uploads = local.exchange
     sent = {name: local.schema.send("up", step(local, name, 0)) for name in NAMES}

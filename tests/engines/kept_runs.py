@@ -23,8 +23,7 @@ def naive_loss(base: Base, model, text: Split, window: int) -> float:
     if isinstance(text, Examples):
         for n in range(len(text)):
             start, answer, end = text.starts[n], text.answers[n], text.starts[n + 1]
-            ids = text.ids[start:end].long()[None]
-            losses.append(_losses(model, ids)[answer - start - 1 :])
+            losses.append(_losses(model, text.ids[start:end].long()[None])[answer - start - 1 :])
         return torch.cat(losses).mean().item()
     stream = torch.cat([torch.tensor([base.context_token]), text.ids]).long()
     for start in range(0, len(text.ids), window):

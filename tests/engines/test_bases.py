@@ -165,8 +165,7 @@ def test_the_servers_model_is_scored_as_by_hand(with_server, other, tmp_path) ->
     assert set(result["trained"]) == set(NAMES)
     lines = [m for m in RunFolder(done.path).metrics() if m["name"] == "server/aggregated"]
     assert [(line["round"], line["client"]) for line in lines] == [(0, None), (1, None)]
-    model = coterie.load(done.path, "server")
-    assert model.config.vocab_size == 400
+    assert coterie.load(done.path, "server").config.vocab_size == 400
     assert coterie.tokenizer(done.path, "server").get_vocab() == base.tokenizer.get_vocab()
 
 
@@ -231,8 +230,7 @@ def test_a_division_sets_a_public_text_and_the_servers_test_aside(divided, tmp_p
         assert isinstance(side.public, Examples)
         assert {(item.prompt, item.answer) for item in side.public.instructions} == items[2]
     assert federation.server.tests == {"server": federation.server.data.test}
-    done = coterie.run(run, out=tmp_path / "run")
-    result = done.results["pretrained"]
+    result = coterie.run(run, out=tmp_path / "run").results["pretrained"]
     # The same base on the same questions.
     assert result["server"] == result["trained"]["client-2"] != result["trained"]["client-1"]
 

@@ -37,8 +37,7 @@ def test_a_run_and_its_baselines_find_one_another(written, tmp_path, monkeypatch
         ("mine/baselines/local", "fedavg", "mine/baselines/fedavg"),
         ("mine/baselines/local", "comigs-1g1s", "mine"),
     ]:
-        beside = find_beside(RunFolder(tmp_path / "runs" / start), method)
-        assert beside.path.samefile(expected)
+        assert find_beside(RunFolder(tmp_path / "runs" / start), method).path.samefile(expected)
     with pytest.raises(CoterieError, match=r"available methods: fedavg, local"):
         find_beside(RunFolder(tmp_path / "runs" / "mine"), "pcl-1")
     with pytest.raises(CoterieError, match=r"available methods: none"):

@@ -1,6 +1,7 @@
 """A client that diverges: its round goes on without it, and it keeps the state from before."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import diverging
@@ -109,16 +110,21 @@ def test_numbers_in_an_upload_that_are_not_finite_exclude_it(value, config, tmp_
     assert result["left_out"] == {WHO: {str(ROUND + 1): FAULT_MESSAGES["diverged"]}}
 
 
-def test_a_server_s_own_model_that_diverges_is_a_sentence(teachers, tmp_path, monkeypatch) -> None:
+def spoil_distillation(when: Callable[[str, int], bool], monkeypatch: Any) -> None:
+    """Replace the adapter of a side with NaN before it distils in a round."""
     original = Distiller.distil
 
     def distil(self: Distiller, round: int) -> float:
-        if self.context.name == "server":
+        if when(self.context.name, round):
             for part in self.adapter.parameters().values():
                 part.tensor.data.fill_(torch.nan)
         return original(self, round)
 
     monkeypatch.setattr(Distiller, "distil", distil)
+
+
+def test_a_server_s_own_model_that_diverges_is_a_sentence(teachers, tmp_path, monkeypatch) -> None:
+    spoil_distillation(lambda side, _: side == "server", monkeypatch)
     run = teachers(rounds=1)
     why = "The loss of 'server' is not finite on the public samples; a lower "
     with pytest.raises(Diverged, match=why):
@@ -130,15 +136,7 @@ def test_a_server_s_own_model_that_diverges_is_a_sentence(teachers, tmp_path, mo
 
 
 def test_a_client_diverging_at_the_end_keeps_its_model(teachers, tmp_path, monkeypatch) -> None:
-    original = Distiller.distil
-
-    def distil(self: Distiller, round: int) -> float:
-        if (self.context.name, round) == (WHO, 1):
-            for part in self.adapter.parameters().values():
-                part.tensor.data.fill_(torch.nan)
-        return original(self, round)
-
-    monkeypatch.setattr(Distiller, "distil", distil)
+    spoil_distillation(lambda side, round: (side, round) == (WHO, 1), monkeypatch)
     run = teachers(rounds=1)
     local = RunFolder(coterie.run(run, out=tmp_path / "local").path)
     assert result_of(local)["left_out"] == {WHO: {"1": AT_THE_END}}

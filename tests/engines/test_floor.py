@@ -34,8 +34,7 @@ def choices(values, tmp_path) -> dict[str, Any]:
 def test_run_and_compare_show_what_the_commonest_answer_scores(choices, tmp_path) -> None:
     naive = TEST.count(max(set(TRAIN), key=TRAIN.count)) / len(TEST)
     assert naive == 0.375
-    run = coterie.run(choices, out=tmp_path / "run")
-    table = run.table()
+    table = coterie.run(choices, out=tmp_path / "run").table()
     assert table.columns[-1] == COMMONEST
     assert [row[-1] for row in table.rows[:2]] == ["37.50", "37.50"]
     comparison = coterie.compare(choices, ["pretrained", "centralized"], out=tmp_path / "compare")

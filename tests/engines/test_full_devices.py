@@ -82,8 +82,7 @@ def run_of(task: str, config: Callable[..., RunConfig], questions: Path) -> RunC
         }
     run = config(method=PLACES[task][0], rounds=2, **changes)
     if task == "upload":
-        data = run.data.model_copy(update={"public": "poet.txt"})
-        run = run.model_copy(update={"data": data})
+        run = run.model_copy(update={"data": run.data.model_copy(update={"public": "poet.txt"})})
     return run
 
 

@@ -76,8 +76,7 @@ def test_the_best_of_all_rounds_is_kept(method, values, teachers, tmp_path) -> N
         return
     ranked = naive_rounds(run)
     assert result["kept"] == {name: of.index(min(of)) for name, of in ranked.items()}
-    session = Session(run)
-    for participant in session.participants(run):
+    for participant in Session(run).participants(run):
         base, (_, best) = participant.base, min(ranked[participant.name])
         assert base is not None
         model, text = done.model(participant.name), participant.data.validation
@@ -90,9 +89,10 @@ def test_the_best_of_all_rounds_is_kept(method, values, teachers, tmp_path) -> N
 def whole(config, tmp_path_factory) -> RunFolder:
     """A run that nothing happened to, with kept models of different rounds, the last among them.
 
-    Which rounds are good is chance, and not the same on every kind of processor.
+    Which rounds are good is chance, and not the same on every kind of processor. The first seed
+    has such a run on some of them.
     """
-    for seed in range(20):
+    for seed in (11, *range(20)):
         done = coterie.run(trained(config, seed=seed), out=tmp_path_factory.mktemp("whole") / "run")
         rounds = set(done.results["comigs-1g1s"]["kept"].values())
         if min(rounds) < ROUNDS in rounds:
@@ -141,8 +141,7 @@ def test_a_deployed_client_keeps_the_same_and_tells_nobody(again, whole, tmp_pat
 
 def test_a_round_that_did_not_count_is_not_kept(config, tmp_path) -> None:
     """Discard the poet's third round, so that its best model is one of another round."""
-    quorum = {"quorum": 2, "deadline": 0.001}
-    run = config(method="local", rounds=3, deployment=quorum)
+    run = config(method="local", rounds=3, deployment={"quorum": 2, "deadline": 0.001})
     assert coterie.run(run, out=tmp_path / "run").results["local"]["kept"]["poet"] == 3
     loop.deploy(run, tmp_path, lose=lambda name, order: (name, order.turn) == ("poet", 2))
     own = loop.folder(run, tmp_path, "poet")
@@ -242,8 +241,7 @@ def test_the_kept_model_is_scored_at_most_once(again, whole, tmp_path, monkeypat
     participants = Session(run).participants(run)
     names = {p.data.test.ids.numpy().tobytes(): p.name for p in participants}
     monkeypatch.setattr(part, "evaluate", counted)
-    done = coterie.run(run, out=tmp_path / "run")
-    kept = done.results["comigs-1g1s"]["kept"]
+    kept = coterie.run(run, out=tmp_path / "run").results["comigs-1g1s"]["kept"]
     assert kept == (whole.result or {})["kept"]
     # The trained and the aggregated model of the last round; and another, if that is better.
     assert scored == {name: 2 + (round < ROUNDS) for name, round in kept.items()}

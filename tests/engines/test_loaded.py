@@ -42,8 +42,7 @@ def make(values, bases, tmp_path_factory) -> Make:
             settings = {"method": {"name": method} | METHODS[method], "training": training}
             folder = base if embedded else str(bases / base)
             run = values(base=folder, rounds=2, evaluation={"keep": "last"}, **settings)
-            done = coterie.run(run, out=path)
-            made[method, base] = Finished(method, run["base"], done.path)
+            made[method, base] = Finished(method, run["base"], coterie.run(run, out=path).path)
         return made[method, base]
 
     return run
@@ -310,8 +309,7 @@ def test_other_caches_and_embeddings(run: Finished) -> None:
         return
     assert torch.equal(generated(model, IDS, 3, cache_implementation="static"), wanted)
     options = {**GREEDY, "attention_mask": torch.ones_like(IDS), "max_new_tokens": 3}
-    actual = model.generate(inputs_embeds=embeddings, **options)
-    assert torch.equal(actual, wanted[:, -3:])
+    assert torch.equal(model.generate(inputs_embeds=embeddings, **options), wanted[:, -3:])
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -329,5 +327,4 @@ def test_a_pipeline_writes_the_same(run: Finished, batch: int, caplog) -> None:
     actual = write(texts, max_new_tokens=5, eos_token_id=-1, pad_token_id=0, **options)
     for text, [answer] in zip(texts, actual, strict=True):
         ids = words(text, return_tensors="pt")["input_ids"]
-        new = greedy(model, ids, 5)[0, ids.shape[1] :]
-        assert answer["generated_text"] == words.decode(new)
+        assert answer["generated_text"] == words.decode(greedy(model, ids, 5)[0, ids.shape[1] :])

@@ -236,8 +236,7 @@ def ray(cell: Cell) -> None:
 def deployed(cell: Cell) -> None:
     """Execute a deployment in one process, in which each order is sent once."""
     cell.patch.setattr("coterie.deployment.seats.RETRY", 0.0)
-    loop = deploy(cell.run, cell.out)
-    assert set(steps(loop).values()) == {1}
+    assert set(steps(deploy(cell.run, cell.out)).values()) == {1}
     result, expected = result_of(RunFolder(cell.out / "server")), result_of(cell.expected)
     assert result.get("left_out") == expected.get("left_out")
     lines = [line for line in cell.expected.metrics() if line["name"].startswith(FIGURES)]

@@ -108,8 +108,7 @@ def test_bytes_on_the_wire_are_what_transforms_declare(config, tmp_path) -> None
     def traffic(*transforms: Any) -> dict[str, int]:
         run = config(rounds=2, aggregation={"transforms": list(transforms)})
         out = tmp_path / str(len(list(tmp_path.iterdir())))
-        result = result_of(RunFolder(coterie.run(run, out=out).path))
-        return result["traffic"]
+        return result_of(RunFolder(coterie.run(run, out=out).path))["traffic"]
 
     plain, small = traffic(), traffic("int8")
     assert traffic("median") == plain

@@ -162,8 +162,7 @@ class Unregistered(Method):
 
 
 def test_any_row_can_be_tuned_that_has_the_keys(config) -> None:
-    session = Session(config())
-    tuner = Tuner(session, {"training.batch": [3, 4]})
+    tuner = Tuner(Session(config()), {"training.batch": [3, 4]})
     for method in (Unregistered(), "centralized", "local", config().method):
         row = config().with_method(method)
         trials = tuner.trials("a row", row)

@@ -90,8 +90,7 @@ def test_a_large_transfer_arrives_over_a_breaking_link(fault, post: Post, monkey
         LossyProxy(post.port, fault, limit=2_000_000) as proxy,
         connected(post, worker, proxy) as events,
     ):
-        ticket = post.mailbox.send("anna", ORDER, 0, 60)
-        assert reply_to(post.mailbox, ticket) == REPLY
+        assert reply_to(post.mailbox, post.mailbox.send("anna", ORDER, 0, 60)) == REPLY
     lost = f"the connection to {proxy.address} was interrupted"
     assert set(events) == {("connected", proxy.address), ("away", lost)}
     assert proxy.faults >= 4  # 10 MB do not fit into 4 connections
@@ -121,14 +120,12 @@ def test_a_client_is_back_soon_after_the_server_has_restarted(tmp_path: Path) ->
     with mail.post(tmp_path) as post:
         client = connected(post, worker)
         events = client.__enter__()
-        ticket = post.mailbox.send("anna", b"order", 0, 60)
-        assert reply_to(post.mailbox, ticket) == b"reply"
+        assert reply_to(post.mailbox, post.mailbox.send("anna", b"order", 0, 60)) == b"reply"
     try:
         wait(lambda: ("away", f"{post.address} is unreachable") in events)
         time.sleep(1)  # until the pauses are at their longest
         mailbox = Mailbox(tmp_path / "mailbox")
-        listening = listen(f"127.0.0.1:{post.port}")
-        with MailboxServer(mailbox, post.keys, listening, LARGEST):
+        with MailboxServer(mailbox, post.keys, listen(f"127.0.0.1:{post.port}"), LARGEST):
             wait(lambda: is_present(mailbox), 5)
             assert reply_to(mailbox, mailbox.send("anna", b"again", 0, 60)) == b"reply"
             assert [events[0], events[-1]] == 2 * [("connected", post.address)]
@@ -157,8 +154,7 @@ def test_a_reply_is_sent_after_a_restart_on_request_only(tmp_path: Path) -> None
 
 
 def test_an_order_that_is_no_message_is_declined_once(post: Post, tmp_path, caplog) -> None:
-    worker = Worker(Site("anna", {}, tmp_path / "out"))
-    with connected(post, worker) as events:
+    with connected(post, Worker(Site("anna", {}, tmp_path / "out"))) as events:
         for data in (b"", b"no order", seal(order("join"))[:-1], os.urandom(300_000)):
             ticket = post.mailbox.send("anna", data, 0, 60)
             assert reply_to(post.mailbox, ticket) is None
@@ -189,8 +185,7 @@ def test_declining_survives_a_link_that_breaks(post: Post) -> None:
 def test_a_reply_that_is_too_large_is_not_computed_again(tmp_path: Path) -> None:
     worker = Echo(b"reply " * 100)
     with mail.post(tmp_path, largest=100) as post, connected(post, worker):
-        ticket = post.mailbox.send("anna", b"order", 0, 60)
-        assert reply_to(post.mailbox, ticket) is None
+        assert reply_to(post.mailbox, post.mailbox.send("anna", b"order", 0, 60)) is None
         time.sleep(0.5)
         assert worker.orders == [b"order"]
         worker.reply = b"smaller"
@@ -254,8 +249,7 @@ def test_a_client_ends_once_its_last_reply_was_sent(post: Post) -> None:
             return super().answer(data)
 
     with LossyProxy(post.port, limit=2_000_000) as proxy, connected(post, Last(), proxy):
-        ticket = post.mailbox.send("anna", b"order", 0, 60)
-        assert reply_to(post.mailbox, ticket) == REPLY
+        assert reply_to(post.mailbox, post.mailbox.send("anna", b"order", 0, 60)) == REPLY
         wait(lambda: not is_present(post.mailbox))
 
 
@@ -270,8 +264,7 @@ def test_the_first_order_to_join_is_returned_and_not_replied_to(post: Post) -> N
     )
     thread.start()
     wait(lambda: is_present(post.mailbox))
-    step = post.mailbox.send("anna", seal(order("step")), 0, 60)
-    assert reply_to(post.mailbox, step) is None
+    assert reply_to(post.mailbox, post.mailbox.send("anna", seal(order("step")), 0, 60)) is None
     join = post.mailbox.send("anna", seal(order("join")), 0, 60)
     thread.join(20)
     assert orders == [order("join")]

@@ -153,8 +153,7 @@ def damage_the_certificate(keys: Keys) -> None:
 
 
 def exchange_the_certificate(keys: Keys) -> None:
-    other = Keys.create(keys.folder.with_name("other"))
-    shutil.copy(other.certificate, keys.certificate)
+    shutil.copy(Keys.create(keys.folder.with_name("other")).certificate, keys.certificate)
 
 
 def move_away(keys: Keys) -> None:
@@ -262,8 +261,7 @@ def test_the_open_connections_of_a_client_are_limited(server: Post, monkeypatch)
 
 
 def test_a_refusal_is_logged_with_its_address_and_reason(server: Post, caplog) -> None:
-    keys = Keys.create(server.folder / "others")
-    keys.add("eve", server.folder / "eve.key")
+    Keys.create(server.folder / "others").add("eve", server.folder / "eve.key")
     stranger = ssl.create_default_context(cafile=server.keys.ca)
     assert server.is_refused(stranger, "127.0.0.2")
     stranger.load_cert_chain(server.folder / "eve.key")

@@ -75,8 +75,7 @@ def server(tmp_path: Path) -> Iterator[Post]:
 @contextmanager
 def flood(server: Post, kind: str) -> Iterator[None]:
     """Open connections to the server without pause until the block ends."""
-    command = [sys.executable, "-c", STRANGERS, str(server.port), kind]
-    with subprocess.Popen(command) as strangers:
+    with subprocess.Popen([sys.executable, "-c", STRANGERS, str(server.port), kind]) as strangers:
         try:
             wait(lambda: server.listener.pending or server.listener.refusals)
             time.sleep(2)

@@ -66,8 +66,7 @@ def is_refused(server: Post, parsed: list[bytes], attempt: Callable[[], object])
 def strangers(server: Post) -> dict[str, ssl.SSLContext]:
     """Return TLS settings that trust the server, without a registered certificate."""
     contexts = {"no certificate": ssl.create_default_context(cafile=server.keys.ca)}
-    other = Keys.create(server.folder / "elsewhere")
-    other.add("anna", server.folder / "elsewhere.key")
+    Keys.create(server.folder / "elsewhere").add("anna", server.folder / "elsewhere.key")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(certificates, "CERTIFICATE_LASTS", timedelta(hours=-1))
         server.keys.add("late", server.folder / "late.key")
