@@ -307,7 +307,7 @@ def test_a_client_is_left_out_while_its_disk_is_full(deployment) -> None:
 def filled(folder: Path, program: Program) -> Callable[[], object]:
     """Fill a client's disk; where it has none of its own, let it write no file over a few bytes.
 
-    Returns what makes room again.
+    Return a function that makes space again.
     """
     if folder.is_mount():
         ballast = folder / "ballast"
