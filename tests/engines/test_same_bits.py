@@ -4,7 +4,6 @@ A cell of the table is a feature with a way. A feature's row names its ways; oth
 test of their own.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ import pytest
 from diverging import WHO, broken
 from every_method import BEHAVIOURS, FEW, METHODS, marks, run_of
 from kept_runs import HIGH
+from killed_servers import run_until_killed
 from looped import NAMES, Killed, assert_same, entries, kill, result_of, steps
 from test_phases_after import Counted
 from test_turns import Follow, OneFirst, Twice, installed
@@ -292,41 +292,13 @@ def server_killed_in_each(cell: Cell) -> None:
     for number in count():
         out, before = cell.out / str(number), len(killed)
         clients = workers(cell.run, out)
-        while not run_until_killed(cell, clients, RunFolder(out / "server"), turns, killed):
+        while not run_until_killed(cell.run, clients, RunFolder(out / "server"), turns, killed):
             pass
         assert_as_local(cell.run, out, cell.expected)
         if len(killed) == before:
             break
     assert len(killed) > 5
     assert {turn for turn, _ in killed} == set(range(cell.expected.turns() + 1))
-
-
-def run_until_killed(
-    cell: Cell, clients: dict[str, Worker], out: RunFolder, turns: int, killed: set[tuple[int, int]]
-) -> bool:
-    """Run a server until its next kill; return whether it reached the end of the run.
-
-    Args:
-        cell: The run.
-        clients: The workers of the deployment.
-        out: The server's folder.
-        turns: The number of turns that a restarted server completes.
-        killed: The points of all kills: the complete turns, and the number of waits since then.
-    """
-    first, waits = out.turns() + turns if out.is_run else 0, Counter[int]()
-
-    def wait(loop: Loop) -> None:
-        waits[out.turns()] += 1
-        point = out.turns(), waits[out.turns()]
-        if point[0] >= first and loop.turns > 1 and point not in killed:
-            killed.add(point)
-            kill(loop)
-
-    try:
-        server(cell.run, out.path, Loop(clients, dict.fromkeys(range(1, 1000), wait))).rounds()
-    except Killed:
-        return False
-    return True
 
 
 def restarted(cell: Cell, out: Path, loop: Loop) -> None:
