@@ -24,7 +24,7 @@ NAMES += ["format", "bob:a/b", "bob:ann:a/b", ":a/b", "a:/b", "a:" * 9 + "a/b", 
 
 
 def replace_one(tree: Any, rng: random.Random) -> str:
-    """A tree as JSON, with something hostile for one of its nodes, keys or entries."""
+    """Return a tree as JSON with a hostile value for one of its nodes, keys or entries."""
     places: list[tuple[Any, Any]] = []
     todo = [tree]
     while todo:

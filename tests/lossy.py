@@ -115,7 +115,7 @@ class LossyProxy:
                         sinks[source].sendall(piece)
 
     def _interrupt(self, interval: int, *ends: socket.socket) -> None:
-        """Break a connection at the end of an interval; always raises OSError."""
+        """Close a connection at the end of an interval; always raise OSError."""
         unread = sum(_unread(end) for end in ends)
         with self.lock:
             self.faults += 1

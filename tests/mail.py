@@ -178,7 +178,7 @@ def is_closed(connection: socket.socket, seconds: float = 10) -> bool:
 
 
 def send(post: Post, data: bytes = ORDER, seconds: float = 60) -> str:
-    """Post an order for anna, and return its ticket."""
+    """Submit an order for anna, and return its ticket."""
     return post.mailbox.send("anna", data, 0, seconds)
 
 

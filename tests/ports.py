@@ -12,7 +12,7 @@ SET_PARENT_DEATH_SIGNAL = 1
 
 
 def free_port() -> int:
-    """A port on loopback that nobody uses now."""
+    """Return an unused port on loopback."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]

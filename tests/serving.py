@@ -15,7 +15,7 @@ LIMITS = Limits(prompt=200, answer=64, queue=40, seconds=60)
 
 
 def chat_values(**changes: Any) -> dict[str, Any]:
-    """A run on two people's conversations with a base that has a context of 256 tokens."""
+    """Return a run on two people's conversations with a base that has a context of 256 tokens."""
     limits = {"train": 10, "validation": 3, "test": 3}
     return {
         "name": "talks",

@@ -43,7 +43,7 @@ class Program:
         return self.out.read_text(encoding="utf-8")
 
     def family(self) -> list[psutil.Process]:
-        """This process and all that it started, directly or not."""
+        """Return this process and all its descendants."""
         try:
             me = psutil.Process(self.process.pid)
             return [me, *me.children(recursive=True)]
@@ -51,7 +51,7 @@ class Program:
             return []
 
     def send(self, number: int) -> None:
-        """A signal, as a terminal's Ctrl-C sends it: to the whole group."""
+        """Send a signal to the whole process group, as Ctrl-C does in a terminal."""
         os.killpg(self.process.pid, number)
 
     def end(self, seconds: float = 60) -> int:
@@ -85,11 +85,10 @@ class Deployment:
         self._ever: list[psutil.Process] = []
 
     def __enter__(self) -> Self:
-        """Nothing runs yet."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kill whatever still runs."""
+        """Kill all processes that still run."""
         for name in self.programs:
             self.kill(name)
         for process in self._ever:
@@ -97,13 +96,15 @@ class Deployment:
                 process.kill()
 
     def make_keys(self) -> None:
-        """The server's folder of keys, and a key file for every client."""
+        """Create the server's folder of keys, and a key file for every client."""
         keys = Keys.create(self.folder / "keys")
         for name in self.texts:
             keys.add(name, self.folder / f"{name}.key")
 
     def serve(self, *options: str) -> Program:
-        """Start the server."""
+        """Start the server, with new keys for all clients unless there are keys."""
+        if not (self.folder / "keys").exists():
+            self.make_keys()
         address = f"127.0.0.1:{self.port}"
         return self._start("server", ["server", "run.yaml", "--address", address, *options])
 
@@ -113,15 +114,15 @@ class Deployment:
             where = ["--server", f"localhost:{port or self.port}", "--out", f"site-{name}"]
             key = key_file or self.folder / f"{name}.key"
             text = self.texts.get(name, next(iter(self.texts.values())))
-            what = ["--key", str(key), "--data", str(text), "--run", "run.yaml"]
+            options = ["--key", str(key), "--data", str(text), "--run", "run.yaml"]
             base = self.base_of(name)
-            what += ["--base", base] if base else []
+            options += ["--base", base] if base else []
             public = self.run.get("data", {}).get("public")
-            what += ["--public", public] if public else []
-            self._start(name, ["client", *where, *what])
+            options += ["--public", public] if public else []
+            self._start(name, ["client", *where, *options])
 
     def base_of(self, name: str) -> str | None:
-        """A client's base, if it is a folder."""
+        """Return a client's base, if it is a folder."""
         base = self.run.get("bases", {}).get(name, self.run["base"])
         return base if Path(base).is_dir() else None
 
@@ -135,7 +136,7 @@ class Deployment:
         return self.programs[name]
 
     def kill(self, name: str) -> list[psutil.Process]:
-        """kill -9; returns what the process had started, which should end by itself."""
+        """Kill a process, and return its descendants, which should end by themselves."""
         program = self.programs[name]
         children = program.family()[1:]
         self._ever += children
@@ -149,12 +150,12 @@ class Deployment:
         return RunFolder(self.folder / "runs" / self.run["name"])
 
     def client(self, name: str) -> RunFolder:
-        """A client's folder, once it has joined."""
+        """Return the folder of a client that has joined."""
         [path] = (self.folder / f"site-{name}").glob(f"{name}-*")
         return RunFolder(path)
 
     def client_log(self, name: str) -> str:
-        """What a client logged, in all its lives."""
+        """Return the lines that all processes of a client logged."""
         return (self.folder / f"site-{name}/client-{name}.log").read_text(encoding="utf-8")
 
     def logs(self) -> dict[Path, str]:
@@ -163,28 +164,28 @@ class Deployment:
         return {path: path.read_text(encoding="utf-8")} if path.exists() else {}
 
     def log(self, before: Mapping[Path, str] | None = None) -> str:
-        """All of these as one text; or what came to it since they were as `before`."""
+        """Return all logs as one text, without what they contained `before`."""
         old = before or {}
         return "\n".join(text[len(old.get(path, "")) :] for path, text in self.logs().items())
 
     def counted(self, name: str) -> list[int]:
-        """Rounds that are complete, in which a client's upload was there."""
+        """Return the complete rounds that contain a client's upload."""
         lines = self.server.metrics()
         return [m["round"] for m in lines if (m["client"], m["name"]) == (name, "bytes/up")]
 
     def done(self) -> int:
-        """Rounds that are complete."""
+        """Return the number of complete rounds."""
         return self.server.turns() if self.server.path.exists() else 0
 
-    def wait(self, what: Callable[[], T | None], seconds: float = 90) -> T:
+    def wait(self, condition: Callable[[], T | None], seconds: float = 90) -> T:
         """Wait until something is true, for at most so long; returns it."""
         end = time.monotonic() + seconds
-        while not (found := what()):
+        while not (value := condition()):
             if time.monotonic() > end:
                 tails = [f"{n}:\n{p.text[-1500:]}" for n, p in self.programs.items()]
                 raise AssertionError("\n".join(["it never came", *tails]))
             time.sleep(0.02)
-        return found
+        return value
 
     def rounds_more(self, count: int) -> None:
         """Let some rounds pass."""
@@ -192,21 +193,23 @@ class Deployment:
         self.wait(lambda: self.done() >= goal)
 
     def until_counted(self, name: str, after: int | None = None, seconds: float = 120) -> float:
-        """Seconds until a round is complete in which a client counted, of rounds from `after`."""
+        """Return the seconds until a client counts in a complete round, of rounds from `after`."""
         began, first = time.monotonic(), self.done() if after is None else after
         self.wait(lambda: max(self.counted(name), default=-1) >= first, seconds)
         return time.monotonic() - began
 
     def ends(self, seconds: float = 150) -> dict[str, int]:
-        """Everybody's exit code, once all have ended."""
+        """Return all exit codes, once all processes have ended."""
         end = time.monotonic() + seconds
         codes = {n: p.end(max(1, end - time.monotonic())) for n, p in self.programs.items()}
         assert "did not receive the result" not in self.programs["server"].text
         return codes
 
     def rope(self, name: str, round: int = 0) -> Path:
-        """A file that, while it is there, holds a client from a round on: when it has trained, and
-        before it saves or sends anything."""
+        """Create a file that holds a client from a round on, until the file is deleted.
+
+        A held client has trained, and has not yet saved or sent anything.
+        """
         folder = self.folder / f"tape-{name}"
         folder.mkdir(exist_ok=True)
         (folder / "held").unlink(missing_ok=True)
@@ -224,18 +227,18 @@ class Deployment:
         return rope
 
     def tape(self, name: str) -> list[bytes]:
-        """Every message that a program took in or sent, in turn, by all its lives."""
+        """Return every message that a program received or sent, in order."""
         return list(read_tape(self.folder / f"tape-{name}" / "tape"))
 
 
 def assert_same_bits(deployment: Deployment, local: RunFolder) -> None:
-    """The server and every client ended in the state, and with the scores, of the local engine."""
+    """Check that all states and scores are those of the local engine."""
     from coterie.testing.loop import assert_same_state  # the program does not find it
 
     pairs = {"server": deployment.server}
     pairs |= {f"client-{name}": deployment.client(name) for name in deployment.texts}
-    for side, mine in pairs.items():
-        assert_same_state(mine, local, side)
+    for side, folder in pairs.items():
+        assert_same_state(folder, local, side)
     for name in deployment.texts:
         result = deployment.client(name).result
         assert result is not None, name
@@ -244,7 +247,7 @@ def assert_same_bits(deployment: Deployment, local: RunFolder) -> None:
 
 
 def read_tape(path: Path) -> Iterator[bytes]:
-    """The messages on a tape."""
+    """Yield the messages on a tape."""
     data, at = path.read_bytes(), 0
     while at < len(data):
         size = int.from_bytes(data[at : at + 8], "big")
@@ -303,20 +306,20 @@ def taped(folder: Path) -> None:
     main()
 
 
-def say(what: str, happened: str, seconds: float | None = None) -> None:
-    """A line of the table of faults, which `pytest -s` shows."""
+def say(fault: str, happened: str, seconds: float | None = None) -> None:
+    """Print a line of the table of faults, which `pytest -s` shows."""
     took = "" if seconds is None else f"{seconds:.0f} s"
-    print(f"\n| {what} | {happened} | {took} |", flush=True)
+    print(f"\n| {fault} | {happened} | {took} |", flush=True)
 
 
 def about(folder: RunFolder) -> dict[str, Any]:
-    """What the newest step in a client's folder was."""
+    """Return the description of the newest step in a client's folder."""
     path = folder.checkpoint(folder.turns()) / "about.json"
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def stopped(pids: list[psutil.Process], seconds: float = 20) -> bool:
-    """Whether processes end by themselves."""
+    """Return whether processes end by themselves."""
     return not psutil.wait_procs(pids, timeout=seconds)[1]
 
 

@@ -38,13 +38,13 @@ def compare(actual: "Deployment", undisturbed: "Deployment", local: RunFolder) -
     for point in ("trained", "aggregated", "kept"):
         assert result[point] == expected[point], f"the server's results differ: {point}"
     for name in CLIENTS:
-        mine = actual.client(name).outcome
-        assert mine is not None, f"{name} has no result"
+        own = actual.client(name).outcome
+        assert own is not None, f"{name} has no result"
         for point in ("trained", "aggregated", "kept"):
-            assert mine[point] == {name: expected[point][name]}, f"{name}: {point} differs"
+            assert own[point] == {name: expected[point][name]}, f"{name}: {point} differs"
         for point in ("trained", "aggregated"):
             items = {name: expected["items"][point][name]}
-            assert mine["items"][point] == items, f"{name}: scores of windows differ"
+            assert own["items"][point] == items, f"{name}: scores of windows differ"
         lines = without_times(actual.client(name))
         assert lines == without_times(undisturbed.client(name)), f"the metrics of {name} differ"
     assert measured(actual.server) == measured(undisturbed.server), "the server's metrics differ"
@@ -53,10 +53,10 @@ def compare(actual: "Deployment", undisturbed: "Deployment", local: RunFolder) -
 
 def assert_same(actual: RunFolder, expected: RunFolder, side: str) -> None:
     """Check that a state has the same tensors and values in two runs, except for secrets."""
-    mine, other = actual.load(side), expected.load(side)
-    assert_same_tensors(mine, other, side)
+    own, other = actual.load(side), expected.load(side)
+    assert_same_tensors(own, other, side)
     parts = dict(other.walk())
-    for path, part in mine.walk():
+    for path, part in own.walk():
         values = {**part.values, "secrets": None}
         assert values == {**parts[path].values, "secrets": None}, (side, path)
 

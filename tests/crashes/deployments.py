@@ -84,7 +84,7 @@ class Outcome:
 
 
 def shorten_times() -> None:
-    """Shorten the intervals after which processes notice that others are gone or back."""
+    """Reduce the intervals after which processes notice that others are gone or back."""
     mailbox_module.ABSENT_SECONDS = ABSENT
     server_module.POLL_SECONDS = 1.0
     server_module.PIECE = client_module.PIECE = 1 << 11
@@ -165,7 +165,7 @@ class Stage:
 
 
 def fork(work: Callable[[], object], log: Path) -> int:
-    """Do some work in a process that ends with this one, and return its process id."""
+    """Execute some work in a process that ends with this one, and return its process id."""
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not be forked"
     parent = os.getpid()
     if (pid := os.fork()) > 0:
@@ -272,8 +272,7 @@ class Deployment:
                 install(state.at, state.way, state.of, occurrence, delay, marker)
 
         work = self.serve if name == "server" else lambda: self.take_part(name)
-        pid = fork(lambda: (kill(), work()), self.folder / f"{name}.log")
-        self.pids[pid] = name
+        self.pids[fork(lambda: (kill(), work()), self.folder / f"{name}.log")] = name
 
     def marker(self, life: int) -> Path:
         """Return the file that the victim writes before it kills itself."""
@@ -330,8 +329,7 @@ class Deployment:
         site = Site(
             name, {"path": text}, self.folder / name, base=self.stage.config.base.name, device="cpu"
         )
-        stop = threading.Event()
-        take_part(f"localhost:{self.port}", credentials, site, lambda *_: None, stop)
+        take_part(f"localhost:{self.port}", credentials, site, lambda *_: None, threading.Event())
 
     @property
     def server(self) -> RunFolder:

@@ -29,48 +29,39 @@ class Way(Protocol):
 
 
 def before(function: Function, hit: Hit, die: Die) -> Function:
-    """Kill the process before the call."""
-    if inspect.iscoroutinefunction(function):
-
-        async def awaited(*args: Any, **more: Any) -> Any:
-            if hit(*args):
-                die()
-            return await function(*args, **more)
-
-        return awaited
-
-    def called(*args: Any, **more: Any) -> Any:
-        if hit(*args):
-            die()
-        return function(*args, **more)
-
-    return called
+    """Kill the process before the call, or before the first item of a generator."""
+    return around(function, lambda *args: die() if hit(*args) else None, lambda *_: None)
 
 
 def after(function: Function, hit: Hit, die: Die) -> Function:
     """Kill the process after the call; after the last item, if the function is a generator."""
+    return around(function, lambda *_: None, lambda *args: die() if hit(*args) else None)
+
+
+def around(function: Function, begin: Function, end: Function) -> Function:
+    """Call two functions with the arguments of each call, before and after the call."""
     if inspect.iscoroutinefunction(function):
 
         async def awaited(*args: Any, **more: Any) -> Any:
+            begin(*args)
             result = await function(*args, **more)
-            if hit(*args):
-                die()
+            end(*args)
             return result
 
         return awaited
     if inspect.isgeneratorfunction(function):
 
         def generated(*args: Any, **more: Any) -> Iterator[Any]:
+            begin(*args)
             yield from function(*args, **more)
-            if hit(*args):
-                die()
+            end(*args)
 
         return generated
 
     def called(*args: Any, **more: Any) -> Any:
+        begin(*args)
         result = function(*args, **more)
-        if hit(*args):
-            die()
+        end(*args)
         return result
 
     return called

@@ -33,15 +33,14 @@ def wrong(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Message],
 
 
 def heavy(message: Message) -> Message:
-    """More tokens than there are, in the hello and with every upload."""
+    """Report more tokens than there are, in the hello and with every upload."""
     values = {**message.values, TOKENS.name: 2**62}
     changed = values if TOKENS.name in message.values else message.values
     return Message(message.exchange, message.groups, changed)
 
 
 def noisy(tensor: torch.Tensor) -> torch.Tensor:
-    chance = torch.Generator().manual_seed(0)
-    return tensor + 0.1 * torch.randn(tensor.shape, generator=chance)
+    return tensor + 0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
 
 
 FAULTS: dict[str, Callable[[Message], Message]] = {
@@ -72,7 +71,7 @@ CASES = [
 
 
 def spoiled(run: RunConfig, fault: str, out: Any) -> Loop:
-    """Everybody, of whom one lies."""
+    """Return workers of all clients, one of which damages its replies."""
 
     def change(name: str, data: bytes) -> bytes:
         reply, body = unseal(Reply, data)

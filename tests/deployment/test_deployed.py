@@ -37,7 +37,7 @@ def local(run, tmp_path_factory) -> RunFolder:
 
 
 def deployed(run: coterie.RunConfig, **settings: Any) -> coterie.RunConfig:
-    """The run with other settings of its deployment."""
+    """Return the run with other settings of its deployment."""
     return run.model_copy(update={"deployment": run.deployment.model_copy(update=settings)})
 
 
@@ -55,7 +55,7 @@ def test_the_server_learns_no_figure_unless_the_run_shares_them(run, tmp_path) -
 
 @pytest.mark.slow
 def test_prompts_with_answers_over_a_network(values, questions, tmp_path) -> None:
-    """The template is a file that clients do not have; what they write is not the server's."""
+    """Use a template that clients do not have."""
     template = tmp_path / "ask.jinja"
     template.write_text("{{ instruction }}? Yes or no:\n")
     instructions = {"template": str(template), "choices": ["yes", "no"]}
@@ -70,8 +70,7 @@ def test_prompts_with_answers_over_a_network(values, questions, tmp_path) -> Non
     local = coterie.run(run, out=tmp_path / "local")
     deploy(run, tmp_path)
     assert_as_local(run, tmp_path, RunFolder(local.path))
-    shared = deployed(run, share_metrics=True)
-    deploy(shared, tmp_path / "shared")
+    deploy(deployed(run, share_metrics=True), tmp_path / "shared")
     result = result_of(RunFolder(tmp_path / "shared" / "server"))
     for name in NAMES:
         score = result["trained"][name]
@@ -91,8 +90,7 @@ def test_lost_replies_are_answered_from_store(run, local, tmp_path) -> None:
         for name in NAMES:
             loop.reconnect(name)
 
-    events = dict.fromkeys(range(3, 100, 3), reconnect)
-    loop = deploy(run, tmp_path, lose=lose, events=events)
+    loop = deploy(run, tmp_path, lose=lose, events=dict.fromkeys(range(3, 100, 3), reconnect))
     assert max(steps(loop).values()) > 1  # orders were repeated
     assert_as_local(run, tmp_path, local)  # and not obeyed twice
 
@@ -122,14 +120,13 @@ def test_a_client_that_leaves_with_its_reply_has_replied(run, local, tmp_path) -
 
 
 def test_an_upload_that_did_not_count_is_undone(run, tmp_path) -> None:
-    """With a quorum of two, the poet is too late in the second round, and its work is for nothing:
-    it goes on from what it was before."""
+    """Let the poet be late in the second of three rounds, with a quorum of two."""
     quorum = deployed(run, quorum=2, deadline=0.001)
     loop = deploy(quorum, tmp_path, lose=lambda name, order: (name, order.turn) == ("poet", 1))
     counted = {o.turn: o.counted for n, o in loop.orders if n == "poet" and o.kind == "step"}
     assert counted == {0: None, 1: 0, 2: 0}
-    mine = [m for m in folder(run, tmp_path, "poet").metrics() if m["name"] == "loss/experts"]
-    assert {m["round"] for m in mine} == {0, 2}
+    losses = [m for m in folder(run, tmp_path, "poet").metrics() if m["name"] == "loss/experts"]
+    assert {m["round"] for m in losses} == {0, 2}
 
 
 def test_a_client_that_joins_late_takes_part_from_the_next_round(run, tmp_path) -> None:
@@ -168,7 +165,7 @@ SPOILED: dict[str, Callable[[Reply, bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("fault", SPOILED)
-def test_what_is_wrong_with_an_upload_is_refused_and_the_run_goes_on(fault, run, tmp_path) -> None:
+def test_an_invalid_upload_is_refused_and_the_run_continues(fault, run, tmp_path) -> None:
     quorum, notes = deployed(run, quorum=2, deadline=0.001), Notes()
     loop = Loop(workers(quorum, tmp_path), change=Spoilt(SPOILED[fault], 1, 9))
     server(quorum, tmp_path / "server", loop, notes).rounds()
@@ -242,8 +239,7 @@ def test_a_client_whose_disk_is_full_keeps_its_state(run, tmp_path, monkeypatch)
         save(self, rounds, states, **files)
 
     monkeypatch.setattr(RunFolder, "save", saves)
-    quorum = deployed(run, quorum=2, deadline=0.001)
-    loop = deploy(quorum, tmp_path)
+    loop = deploy(deployed(run, quorum=2, deadline=0.001), tmp_path)
     counted = {o.turn: o.counted for n, o in loop.orders if n == "poet" and o.kind == "step"}
     assert counted[1] == 0
     assert "finish" in {o.kind for n, o in loop.orders if n == "poet"}
@@ -268,7 +264,7 @@ def test_a_client_with_another_base_is_not_let_in(run, bases, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_no_bytes_make_an_envelope_or_a_worker_fail_but_in_our_way(run, tmp_path) -> None:
+def test_any_bytes_are_read_or_refused_with_our_error(run, tmp_path) -> None:
     worker = Worker(site(run, "poet", tmp_path))
     chance = np.random.default_rng(0)
     order = Order(run="0" * 16, client="poet", kind="step", turn=3, counted=2, protocol=0)
@@ -296,8 +292,7 @@ def test_the_base_is_loaded_once(run, tmp_path, monkeypatch) -> None:
 
 
 def test_nothing_personal_is_in_any_message(run, tmp_path) -> None:
-    loop = deploy(run, tmp_path)
-    travelled = b"".join(loop.seen)
+    travelled = b"".join(deploy(run, tmp_path).seen)
     for name in NAMES:
         state = folder(run, tmp_path, name).load(f"client-{name}")
         assert len(state.parts) == 1  # local training's moments

@@ -93,8 +93,7 @@ class Federation:
         self.connection = shown.replace("/etc/flower/ca.pem", f"{keys}/ca.pem")
         assert self.connection.count(str(self.port)) == self.connection.count(str(keys)) == 1
         self.wait(lambda: accepts(self.port) and accepts(fleet))
-        home = self.home("user")
-        (home / "config.toml").write_text(f"[superlink.us]\n{self.connection}")
+        (self.home("user") / "config.toml").write_text(f"[superlink.us]\n{self.connection}")
         self.write_app()
         for name, writer in NAMES.items():
             key = ec.generate_private_key(ec.SECP384R1())
@@ -142,8 +141,8 @@ class Federation:
     def environment(self, name: str) -> dict[str, str]:
         """Return the environment of a process."""
         path = f"{self.programs}:{os.environ['PATH']}"
-        mine = {"PYTHONPATH": str(SOURCE), "FLWR_HOME": str(self.home(name)), "PATH": path}
-        return {**os.environ, **mine, "FLWR_TELEMETRY_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+        own = {"PYTHONPATH": str(SOURCE), "FLWR_HOME": str(self.home(name)), "PATH": path}
+        return {**os.environ, **own, "FLWR_TELEMETRY_ENABLED": "0", "OMP_NUM_THREADS": "1"}
 
     def start(self, name: str, program: str, *options: object) -> None:
         """Start a program in a session of its own, whose output goes to a log."""

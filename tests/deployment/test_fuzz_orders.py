@@ -22,7 +22,7 @@ METHODS = ("comigs-1g1s", "pcl-2", "fedamole", "fedmkt", "flexlora", "local")
 
 
 def orders(seed: int, count: int) -> list[bytes]:
-    """Orders to join, in each of which one to three things are not what they should be."""
+    """Draw an order to join with one to three invalid or missing values."""
     rng = random.Random(seed)
     clients = [{"name": "poet", "path": "-"}]
     header = {"run": RUN, "client": "poet", "kind": "join", "turn": 0, "protocol": PROTOCOL}
@@ -43,7 +43,7 @@ def orders(seed: int, count: int) -> list[bytes]:
 
 
 def shown(order: Order, config: RunConfig) -> bool:
-    """Somebody who reads all of it, and does not agree."""
+    """Read all terms, and do not agree."""
     return not in_words(order, config)
 
 
@@ -51,8 +51,8 @@ def shown(order: Order, config: RunConfig) -> bool:
     ("seed", "count"), [(0, 300), pytest.param(1, 10_000, marks=pytest.mark.slow)]
 )
 def test_orders_are_taken_or_refused(seed, count, tmp_path: Path) -> None:
-    """Orders are taken as a client takes them, up to the loading of its base."""
-    found = Counter[str]()
+    """Answer orders as a client does, up to the loading of its base."""
+    faults = Counter[str]()
     site = Site("poet", {"path": "-"}, tmp_path, agrees=shown)
     run: RunConfig = parse({"clients": [{"name": "poet", "path": "-"}]})
     agreed = agreed_terms(run, "poet")
@@ -61,14 +61,15 @@ def test_orders_are_taken_or_refused(seed, count, tmp_path: Path) -> None:
             reply, body = unseal(Reply, Worker(site).answer(data))
             assert body == b""
             assert reply.fault in FAULT_MESSAGES
-            found[str(reply.fault)] += 1
+            faults[str(reply.fault)] += 1
             if reply.fault == "declined":  # it got so far as to be shown to somebody
                 differences(agreed, requested_terms(unseal(Order, data)[0]))
         except CoterieError:
-            found["no order"] += 1
+            faults["no order"] += 1
         except BaseException as error:
             raise AssertionError(f"{error!r} on {data[:3000]!r}") from error
     assert (
-        min(found["declined"], found["failed"] + found["refused"], found["no order"]) > count / 50
+        min(faults["declined"], faults["failed"] + faults["refused"], faults["no order"])
+        > count / 50
     )
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Who has no key, another's key or bad intentions is refused, and the run comes to its end."""
+"""Clients without a key, with another key or with invalid replies are refused; the run ends."""
 
 import os
 import secrets
@@ -39,7 +39,7 @@ ROGUE = "lexicographer"
 
 
 @pytest.fixture(scope="module")
-def here(values, tmp_path_factory) -> Iterator[Deployment]:
+def deployment(values, tmp_path_factory) -> Iterator[Deployment]:
     """A run in its first round, which waits for one of its clients; two strangers knock."""
     clients = [{"name": name, "path": f"{name}.txt"} for name in NAMES]
     run = values(data_root=str(WRITERS), clients=clients)
@@ -72,7 +72,7 @@ class Rogue(Worker):
         return self.answers.pop()(reply)
 
     def connection(self) -> Connection:
-        """Connected as this client, once the server runs."""
+        """Connect as this client, once the server runs."""
         credentials = Credentials.load(self.deployment.folder / f"{ROGUE}.key")
         connection = Connection(f"localhost:{self.deployment.port}", credentials)
 
@@ -109,14 +109,14 @@ class Rogue(Worker):
 
 
 @pytest.fixture(scope="module")
-def rogue(here, tmp_path_factory) -> Iterator[Rogue]:
-    worker = Rogue(here, tmp_path_factory.mktemp("rogue"))
+def rogue(deployment, tmp_path_factory) -> Iterator[Rogue]:
+    worker = Rogue(deployment, tmp_path_factory.mktemp("rogue"))
     yield worker
     worker.close()
 
 
 def with_tensors(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[bytes], bytes]:
-    """A reply whose first tensor is changed."""
+    """Return a change of a reply whose first tensor differs."""
 
     def changed(reply: bytes) -> bytes:
         header, body = unseal(Reply, reply)
@@ -147,14 +147,14 @@ def renamed(reply: bytes) -> bytes:
     ],
     ids=["nan", "shape", "another's name", "random bytes", "300 MiB"],
 )
-def test_what_a_client_with_a_key_may_not_send(here, rogue, answer, refusal) -> None:
+def test_what_a_client_with_a_key_may_not_send(deployment, rogue, answer, refusal) -> None:
     rogue.send(answer, refusal)
-    assert here.programs["server"].process.poll() is None
+    assert deployment.programs["server"].process.poll() is None
 
 
-def test_half_a_reply(here, rogue) -> None:
-    """A client that dies while it sends: the server goes on, and the client returns."""
-    before = here.logs()
+def test_half_a_reply(deployment, rogue) -> None:
+    """Let a client stop while it sends; the server continues, and the client returns."""
+    before = deployment.logs()
 
     def cut() -> Iterator[bytes]:
         yield b"x" * 500
@@ -165,8 +165,7 @@ def test_half_a_reply(here, rogue) -> None:
         assert self.http is not None
         headers = {"Content-Range": "bytes 0-999/1000", "Content-Length": "1000"}
         with suppress(httpx.HTTPError):
-            path = f"/replies/{self.offer.ticket}"
-            self.http.put(path, headers=headers, content=cut())
+            self.http.put(f"/replies/{self.offer.ticket}", headers=headers, content=cut())
         self.reply = None
 
     with pytest.MonkeyPatch.context() as patch:
@@ -174,17 +173,17 @@ def test_half_a_reply(here, rogue) -> None:
         connection = rogue.connection()
         with connection:
             connection.serve(rogue)
-    here.wait(lambda: f"{ROGUE} disconnected" in here.log(before))
-    assert here.programs["server"].process.poll() is None
+    deployment.wait(lambda: f"{ROGUE} disconnected" in deployment.log(before))
+    assert deployment.programs["server"].process.poll() is None
 
 
 class Requests:
     """Plain HTTPS requests to the server with the certificate of the rogue."""
 
-    def __init__(self, here: Deployment) -> None:
+    def __init__(self, deployment: Deployment) -> None:
         self.client = httpx.Client(
-            verify=Credentials.load(here.folder / f"{ROGUE}.key").context(),
-            base_url=f"https://localhost:{here.port}",
+            verify=Credentials.load(deployment.folder / f"{ROGUE}.key").context(),
+            base_url=f"https://localhost:{deployment.port}",
             headers={PROTOCOL: VERSION, SESSION: secrets.token_hex(16)},
         )
 
@@ -193,22 +192,24 @@ class Requests:
 
 
 @pytest.fixture
-def requests(here, rogue) -> Requests:
+def requests(deployment, rogue) -> Requests:
     with rogue.connection():
         pass  # the server runs, and the rogue has left
-    return Requests(here)
+    return Requests(deployment)
 
 
-def test_requests_without_a_certificate_end_in_the_handshake(here, requests) -> None:
-    before = here.logs()
-    trusting = ssl.create_default_context(cafile=here.folder / "keys/ca.pem")
+def test_requests_without_a_certificate_end_in_the_handshake(deployment, requests) -> None:
+    before = deployment.logs()
+    trusting = ssl.create_default_context(cafile=deployment.folder / "keys/ca.pem")
     with pytest.raises(httpx.TransportError):
-        httpx.get(f"https://localhost:{here.port}/order", verify=trusting)
-    said = "refused a connection from 127.0.0.1: no client certificate"
-    here.wait(lambda: said in here.log(before) or "127.0.0.1 in a minute" in here.log(before))
+        httpx.get(f"https://localhost:{deployment.port}/order", verify=trusting)
+    line = "refused a connection from 127.0.0.1: no client certificate"
+    deployment.wait(
+        lambda: line in deployment.log(before) or "127.0.0.1 in a minute" in deployment.log(before)
+    )
 
 
-def test_what_is_not_for_this_client_is_not_there(here, requests) -> None:
+def test_what_is_not_for_this_client_is_not_there(deployment, requests) -> None:
     for method, path in [("GET", "/"), ("GET", "/health"), ("POST", "/order")]:
         assert requests.status(method, path) in (404, 405)
     for method, path in [("GET", "orders"), ("GET", "replies"), ("PUT", "replies")]:
@@ -216,10 +217,10 @@ def test_what_is_not_for_this_client_is_not_there(here, requests) -> None:
     requests.status("DELETE", "/session")
 
 
-def test_bytes_that_are_no_tls(here, requests) -> None:
+def test_bytes_that_are_no_tls(deployment, requests) -> None:
     for data in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03" + os.urandom(1000), os.urandom(100_000)):
         response = b""
-        connection = socket.create_connection(("127.0.0.1", here.port), timeout=30)
+        connection = socket.create_connection(("127.0.0.1", deployment.port), timeout=30)
         with connection, suppress(ConnectionError):
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)
@@ -230,30 +231,30 @@ def test_bytes_that_are_no_tls(here, requests) -> None:
     requests.status("DELETE", "/session")
 
 
-def test_keys_that_are_not_registered_and_the_end_of_the_run(here, rogue) -> None:
-    """After all that, the rogue behaves, and the run ends with everybody."""
-    said = here.programs
+def test_keys_that_are_not_registered_and_the_end_of_the_run(deployment, rogue) -> None:
+    """Let the rogue send valid replies; the run then ends with all clients."""
+    programs = deployment.programs
     reasons = {
         "stranger": "closed the connection",
         "foreigner": "that this key file does not trust; retrying",
     }
     for name, reason in reasons.items():
-        here.wait(lambda name=name, reason=reason: reason in said[name].text)
-        assert said[name].text.count(reason) == 1  # however often it tries
-        assert "connected to" not in said[name].text
-        said[name].process.send_signal(signal.SIGINT)
-    credentials, stop = Credentials.load(here.folder / f"{ROGUE}.key"), threading.Event()
+        deployment.wait(lambda name=name, reason=reason: reason in programs[name].text)
+        assert programs[name].text.count(reason) == 1  # however often it tries
+        assert "connected to" not in programs[name].text
+        programs[name].process.send_signal(signal.SIGINT)
+    credentials, stop = Credentials.load(deployment.folder / f"{ROGUE}.key"), threading.Event()
     rogue.answers = []
     bound = threading.Timer(180, stop.set)
     bound.start()
-    keep_serving(f"localhost:{here.port}", credentials, rogue, stop, lambda *_: None)
+    keep_serving(f"localhost:{deployment.port}", credentials, rogue, stop, lambda *_: None)
     bound.cancel()
-    codes = here.ends()
+    codes = deployment.ends()
     assert {codes.pop("stranger"), codes.pop("foreigner")} == {130}
     assert set(codes.values()) == {0}
     for name in ("diarist", "poet", "whaler"):
-        assert here.counted(name) == [0, 1, 2]
-    assert here.counted(ROGUE) == [0, 0, 1, 2]  # that of the wrong shape had come whole
-    text = here.programs["server"].text + here.log()
+        assert deployment.counted(name) == [0, 1, 2]
+    assert deployment.counted(ROGUE) == [0, 0, 1, 2]  # that of the wrong shape had come whole
+    text = deployment.programs["server"].text + deployment.log()
     assert "Traceback" not in text
-    assert not list(Path(here.folder).rglob("*.tmp"))
+    assert not list(Path(deployment.folder).rglob("*.tmp"))

@@ -51,36 +51,36 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> tuple[Slow, Joins]:
 
 
 def test_what_takes_long_goes_on_aside(slow: tuple[Slow, Joins]) -> None:
-    server, them = slow
-    them.begin("poet", b"hello")
-    them.begin("diarist", b"hi")
-    assert list(them.ended()) == [("diarist", None)]
-    assert them.hellos == {"diarist": b"hi"}
+    server, joins = slow
+    joins.begin("poet", b"hello")
+    joins.begin("diarist", b"hi")
+    assert list(joins.ended()) == [("diarist", None)]
+    assert joins.hellos == {"diarist": b"hi"}
     with pytest.raises(MessageError, match="still preparing for this client"):
-        them.begin("poet", b"hello")
+        joins.begin("poet", b"hello")
     server.go_on.set()
     end = time.monotonic() + 20
-    while not (ended := list(them.ended())):
+    while not (ended := list(joins.ended())):
         assert time.monotonic() < end
     assert ended == [("poet", None)]
     assert server.joined == ["diarist", "poet"]
-    assert list(them.ended()) == []
+    assert list(joins.ended()) == []
 
 
 def test_what_fails_is_told_and_may_be_tried_again(slow: tuple[Slow, Joins]) -> None:
-    server, them = slow
+    server, joins = slow
     for _ in range(2):
-        them.begin("whaler", b"hello")
-        [(name, error)] = them.ended()
+        joins.begin("whaler", b"hello")
+        [(name, error)] = joins.ended()
         assert (name, str(error)) == ("whaler", "The client sent no vocabulary.")
-    assert (them.hellos, server.joined) == ({}, [])
+    assert (joins.hellos, server.joined) == ({}, [])
 
 
 def test_an_earlier_lifes_clients_are_taken_in_at_once(slow: tuple[Slow, Joins]) -> None:
-    server, them = slow
+    server, joins = slow
     hellos = {name: torch.tensor([*b"hello"], dtype=torch.uint8) for name in ("diarist", "poet")}
-    them.restore(State({"hellos": hellos}, {"base": "0"}), {"poet"})
-    assert (them.hellos, server.joined) == ({"diarist": b"hello"}, ["diarist"])
+    joins.restore(State({"hellos": hellos}, {"base": "0"}), {"poet"})
+    assert (joins.hellos, server.joined) == ({"diarist": b"hello"}, ["diarist"])
 
 
 def test_a_hello_that_is_refused_may_come_again(config, tmp_path, monkeypatch) -> None:

@@ -32,8 +32,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "transforms"
 
 
 def expelling(folder: Path, name: str, round: int, after: str | None = None) -> Any:
-    """A loop's change of replies that expels a client when its step of a round arrives, or the
-    last reply of another."""
+    """Return a change that expels a client at its step of a round or at another's last reply."""
 
     def change(client: str, data: bytes) -> bytes:
         reply = unseal(Reply, data)[0]
@@ -68,7 +67,7 @@ def test_a_run_goes_on_without_a_client_that_is_expelled(method, quorum, config,
 
 @pytest.mark.slow
 def test_expelled_before_a_round_it_is_as_if_it_had_never_come(config, tmp_path) -> None:
-    """The shared parameters are those of a run for the two others, to the bit."""
+    """Compare the shared parameters with those of a run of both other clients."""
     run = config(method={"name": "fedavg"})
     two = run.model_copy(update={"clients": tuple(c for c in run.clients if c.name != "poet")})
     deploy(two, tmp_path / "two")
@@ -104,7 +103,7 @@ def test_others_are_waited_for_if_all_with_uploads_are_expelled(config, tmp_path
 
 @pytest.mark.slow
 def test_whoever_is_expelled_at_the_end_is_forgotten_as_well(config, tmp_path) -> None:
-    """In the last round, or when the others already get their results."""
+    """Expel a client in the last round, or when the others already receive results."""
     for round in (2, 3):
         run = config(method={"name": "fedamole", "experts": 6}, rounds=3)
         folder = tmp_path / str(round)
@@ -143,7 +142,7 @@ def test_a_run_whose_clients_are_all_expelled_says_so(config, tmp_path) -> None:
 
 
 def test_a_run_begins_without_a_client_that_it_does_not_name(config, tmp_path) -> None:
-    """As with --without at a start: the client is not in the run any more, and may have a key."""
+    """Resume a run that no longer names a client, which may still have a key."""
     run = config(method={"name": "fedavg"}, rounds=2)
     two = run.model_copy(update={"clients": tuple(c for c in run.clients if c.name != "poet")})
     loop = Loop(workers(run, tmp_path))
@@ -155,9 +154,8 @@ def test_a_run_begins_without_a_client_that_it_does_not_name(config, tmp_path) -
 
 
 def test_a_client_that_holds_less_than_others_mix_is_refused(config, tmp_path) -> None:
-    """What it uploaded would be passed on, and every other client would refuse it for good."""
-    run = config(method={"name": "pcl-2", "warmup": 1, "every": 1})
-    local = joined(run)
+    """Refuse a client whose uploads all other clients would refuse."""
+    local = joined(config(method={"name": "pcl-2", "warmup": 1, "every": 1}))
     hello = local.clients["poet"].hello()
     shapes = dict(list(hello.values["shapes"].items())[:1])
     with pytest.raises(MessageError, match="does not declare the shared tensor"):
@@ -181,7 +179,7 @@ def test_any_client_can_be_forgotten_whatever_its_name(name, tmp_path) -> None:
 
 @pytest.mark.slow
 def test_a_checkpoint_is_rewritten_whole_or_not_at_all(done, monkeypatch) -> None:
-    """Stopped by Ctrl-C at any write or rename."""
+    """Interrupt each write and rename with Ctrl-C."""
     before = {path.name: path.read_bytes() for path in done.checkpoint(3).iterdir()}
     replace, count = Path.replace, 0
 
@@ -218,9 +216,9 @@ def done(config, tmp_path) -> RunFolder:
 
 def test_what_a_server_keeps_of_a_client_is_deleted(done) -> None:
     before = {path.name: done.load(path.stem) for path in done.checkpoint(3).glob("*.safetensors")}
-    told = forget(done, "poet")
-    assert told == Forgotten(metrics=told.metrics, log_lines=2, rounds=[1, 2, 3])
-    assert told.metrics > 10
+    forgotten = forget(done, "poet")
+    assert forgotten == Forgotten(metrics=forgotten.metrics, log_lines=2, rounds=[1, 2, 3])
+    assert forgotten.metrics > 10
     named = {
         path.relative_to(done.path).as_posix()
         for path in done.path.rglob("*")
@@ -241,8 +239,7 @@ def test_what_a_server_keeps_of_a_client_is_deleted(done) -> None:
 
 def test_what_transforms_remember_of_a_client_is_deleted(config, tmp_path) -> None:
     load_plugin(EXAMPLES / "masked_sum.py")
-    transforms = ["masked_sum"]
-    deploy(config(rounds=1, aggregation={"transforms": transforms}), tmp_path)
+    deploy(config(rounds=1, aggregation={"transforms": ["masked_sum"]}), tmp_path)
     folder = RunFolder(tmp_path / "server")
     remembered = folder.load("transforms").encode()
     assert remembered.count(b"poet") == remembered.count(b"whaler") > 1  # keys, and links
@@ -310,7 +307,6 @@ def three(values, tmp_path) -> Iterator[Deployment]:
     clients = [{"name": name, "path": f"{name}.txt"} for name in NAMES]
     run = values(data_root=str(EMBEDDED / "demo-writers"), clients=clients, rounds=4)
     with Deployment(tmp_path / "run", run) as deployment:
-        deployment.make_keys()
         deployment.serve()
         deployment.join()
         deployment.rounds_more(1)

@@ -34,19 +34,19 @@ Line = dict[str, Any]
 
 
 def lines(folder: RunFolder) -> list[Line]:
-    """All entries in order; of a time only that it was taken."""
+    """Return all entries in order, with times replaced by a constant."""
     return [m | {"value": 0} if m["name"] == "seconds" else m for m in folder.metrics()]
 
 
 def learnt(folder: RunFolder, clients: Iterable[str] = NAMES) -> list[Line]:
-    """What clients measured, without traffic, times and the server's view of uploads."""
+    """Return what clients measured, without traffic, times and the server's view of uploads."""
     measured = [m for m in folder.metrics() if m["client"] in clients]
     others = ("bytes/", CHANGE)
     return sorted((m for m in measured if not m["name"].startswith(others)), key=json.dumps)
 
 
 def kill_every_round_once(point: str, out: Path, patch: pytest.MonkeyPatch) -> None:
-    """Kill every round of a run at a point, the first time that the round comes there."""
+    """Interrupt a run once in every round, at the first call of a function."""
     owner, name, way, of = POINTS[point]
     killed: set[int] = set()
 
@@ -92,46 +92,44 @@ def test_a_kill_keeps_each_line(method, point, config, undisturbed, tmp_path, mo
             continue
     assert kills == (1 if point == "in finish" else 3)
     assert lines(RunFolder(out)) == lines(expected)
-    result = result_of(RunFolder(out))
-    assert result | {"seconds": 0} == result_of(expected) | {"seconds": 0}
+    assert result_of(RunFolder(out)) | {"seconds": 0} == result_of(expected) | {"seconds": 0}
 
 
 @pytest.mark.parametrize("method", some({"fedavg"}, ["fedavg", "local"]))
 def test_every_score_is_there_once_and_says_when_it_came_up(method, undisturbed) -> None:
-    found = [m for m in undisturbed(method).metrics() if m["name"].startswith("test/")]
-    said = [(m["client"], m["name"], m["round"]) for m in found]
+    metrics = [m for m in undisturbed(method).metrics() if m["name"].startswith("test/")]
+    scored = [(m["client"], m["name"], m["round"]) for m in metrics]
     points = ("test/trained", "test/aggregated")
-    assert sorted(said) == sorted((c, p, r) for c in NAMES for p in points for r in range(3))
-    later = {(m["name"], m["round"], m["during"]) for m in found if "during" in m}
-    one = {("test/aggregated", 0, 1), ("test/aggregated", 1, 2)}
-    assert later == (one if method == "fedavg" else set())
+    assert sorted(scored) == sorted((c, p, r) for c in NAMES for p in points for r in range(3))
+    later = {(m["name"], m["round"], m["during"]) for m in metrics if "during" in m}
+    during = {("test/aggregated", 0, 1), ("test/aggregated", 1, 2)}
+    assert later == (during if method == "fedavg" else set())
     # What everybody got after a round is what is scored as its aggregate: one model for all.
     if method == "local":
-        value = {(m["client"], m["name"], m["round"]): m["value"] for m in found}
+        value = {(m["client"], m["name"], m["round"]): m["value"] for m in metrics}
         for (client, name, round), score in value.items():
             assert score == value[client, "test/trained", round], name
 
 
 def shared(config: Any, method: str = "comigs-1g1s", **deployment: Any) -> coterie.RunConfig:
-    """A deployed run whose server learns entries."""
+    """Return a deployed run whose server receives entries."""
     settings = {"quorum": 3, "deadline": 60, "share_metrics": True}
     return config(method=method, evaluation={"every": 1}, deployment=settings | deployment)
 
 
-def without_the_end(found: list[Line]) -> list[Line]:
-    """Entries, whether or not they say that they came up after the last round."""
-    return [{k: v for k, v in m.items() if (k, v) != ("during", 3)} for m in found]
+def without_the_end(lines: list[Line]) -> list[Line]:
+    """Remove from entries whether they were made after the last round."""
+    return [{k: v for k, v in m.items() if (k, v) != ("during", 3)} for m in lines]
 
 
 @pytest.mark.parametrize("method", some({"fedavg"}, ["fedavg", "local"]))
 def test_a_server_has_the_figures_of_one_process(method, config, undisturbed, tmp_path) -> None:
-    run = shared(config, method)
-    deploy(run, tmp_path)
-    here, expected = RunFolder(tmp_path / "server"), undisturbed(method)
-    assert without_the_end(learnt(here)) == learnt(expected)
+    deploy(shared(config, method), tmp_path)
+    actual, expected = RunFolder(tmp_path / "server"), undisturbed(method)
+    assert without_the_end(learnt(actual)) == learnt(expected)
     # The last download of "local" is empty; in a deployment, it is sent nevertheless.
     for key in ("trained", "aggregated", *(["traffic"] if method == "fedavg" else [])):
-        assert result_of(here)[key] == result_of(expected)[key]
+        assert result_of(actual)[key] == result_of(expected)[key]
 
 
 def test_figures_of_a_bad_upload_do_not_count(config, undisturbed, tmp_path, monkeypatch) -> None:
@@ -157,14 +155,14 @@ def test_each_figure_survives_a_kill_at_the_end(config, undisturbed, tmp_path, m
     monkeypatch.setattr(engine, "GRACE", 0.0)
     loop.away = {"poet"}  # it has ended
     server(run, tmp_path / "server", Loop(loop.workers, away={"poet"})).rounds()
-    here, expected = RunFolder(tmp_path / "server"), undisturbed("fedavg")
-    assert without_the_end(learnt(here)) == learnt(expected)
+    actual, expected = RunFolder(tmp_path / "server"), undisturbed("fedavg")
+    assert without_the_end(learnt(actual)) == learnt(expected)
     for key in ("trained", "aggregated", "traffic"):
-        assert result_of(here)[key] == result_of(expected)[key]
+        assert result_of(actual)[key] == result_of(expected)[key]
 
 
 def test_what_a_client_may_not_claim_in_a_figure(config, undisturbed, tmp_path) -> None:
-    """Of another round; of the run; or of the server."""
+    """Send figures of another round, of the run and of the server."""
     lies = [
         {"round": 2**20, "client": "poet", "name": "loss/late", "value": 1},
         {"round": 0, "client": "poet", "name": "loss/early", "value": 1},
@@ -185,31 +183,30 @@ def test_what_a_client_may_not_claim_in_a_figure(config, undisturbed, tmp_path) 
         return len(text).to_bytes(4, "big") + text + body
 
     deploy(shared(config, "fedavg"), tmp_path, change=lying)
-    found = list(RunFolder(tmp_path / "server").metrics())
+    metrics = list(RunFolder(tmp_path / "server").metrics())
     rounds = {
-        name: [m["round"] for m in found if m["name"] == name and m["client"] == "poet"]
+        name: [m["round"] for m in metrics if m["name"] == name and m["client"] == "poet"]
         for name in ("loss/late", "loss/early", "loss/other")
     }
     # The last is of the end, after the last round.
     assert rounds["loss/late"] == [0, 1, 2, 2]
     assert rounds["loss/early"] == rounds["loss/other"] == [0, 0, 1, 2]
-    assert 10**9 not in [m["value"] for m in found]
-    told = [m for m in found if m["name"] not in rounds and m["client"] in NAMES]
-    mine = [m for m in told if not m["name"].startswith(("bytes/", CHANGE))]
-    assert sorted(without_the_end(mine), key=json.dumps) == learnt(undisturbed("fedavg"))
-    result = result_of(RunFolder(tmp_path / "server"))
-    assert "server" not in result
+    assert 10**9 not in [m["value"] for m in metrics]
+    clients = [m for m in metrics if m["name"] not in rounds and m["client"] in NAMES]
+    measured = [m for m in clients if not m["name"].startswith(("bytes/", CHANGE))]
+    assert sorted(without_the_end(measured), key=json.dumps) == learnt(undisturbed("fedavg"))
+    assert "server" not in result_of(RunFolder(tmp_path / "server"))
 
 
 def scored(run: coterie.RunConfig, out: Path, name: str) -> dict[tuple[str, int], Any]:
-    """A client's scores by point and round, each once."""
-    found = [m for m in folder(run, out, name).metrics() if m["name"].startswith("test/")]
-    scores = {(m["name"].removeprefix("test/"), m["round"]): m["value"] for m in found}
-    assert len(scores) == len(found)
+    """Return a client's scores by point and round, and check that each exists once."""
+    metrics = [m for m in folder(run, out, name).metrics() if m["name"].startswith("test/")]
+    scores = {(m["name"].removeprefix("test/"), m["round"]): m["value"] for m in metrics}
+    assert len(scores) == len(metrics)
     return scores
 
 
-def test_who_did_not_count_in_a_round_has_no_score_of_its_aggregate(config, tmp_path) -> None:
+def test_a_client_that_missed_a_round_has_no_score_of_it(config, tmp_path) -> None:
     run = shared(config, "fedavg", quorum=2, deadline=0.001)
     deploy(run, tmp_path, lose=lambda name, order: (name, order.turn) == ("poet", 1))
     everything = {(p, r) for p in ("trained", "aggregated") for r in range(3)}
@@ -227,25 +224,26 @@ def test_who_missed_the_last_round_is_scored_at_the_end(method, config, tmp_path
     run = shared(config, method, quorum=2, deadline=0.001)
     lost = {("poet", "step", 2)}
     deploy(run, tmp_path, lose=lambda name, order: (name, order.kind, order.turn) in lost)
-    mine, others = (scored(run, tmp_path, name) for name in ("poet", "whaler"))
-    assert {("trained", 2), ("aggregated", 2)} <= mine.keys()
-    assert mine["trained", 2] == mine["trained", 1]  # the model of the last step that counted
+    measured, others = (scored(run, tmp_path, name) for name in ("poet", "whaler"))
+    assert {("trained", 2), ("aggregated", 2)} <= measured.keys()
+    # The model of the last step that counted.
+    assert measured["trained", 2] == measured["trained", 1]
     if method == "local":
-        assert mine["aggregated", 2] == mine["trained", 2]
+        assert measured["aggregated", 2] == measured["trained", 2]
     result = result_of(folder(run, tmp_path, "poet"))
-    assert result["aggregated"] == {"poet": mine["aggregated", 2]}
-    assert result["trained"] == {"poet": mine["trained", 2]}
-    told = result_of(RunFolder(tmp_path / "server"))
-    assert told["aggregated"] == {
+    assert result["aggregated"] == {"poet": measured["aggregated", 2]}
+    assert result["trained"] == {"poet": measured["trained", 2]}
+    combined = result_of(RunFolder(tmp_path / "server"))
+    assert combined["aggregated"] == {
         "diarist": scored(run, tmp_path, "diarist")["aggregated", 2],
-        "poet": mine["aggregated", 2],
+        "poet": measured["aggregated", 2],
         "whaler": others["aggregated", 2],
     }
 
 
-@pytest.mark.parametrize("what", some({"scores"}, ["scores", "disk"]))
-def test_an_end_that_fails_at_first_is_undone(what, config, tmp_path, monkeypatch) -> None:
-    """Also where the state before it is the result, and the download was taken in already."""
+@pytest.mark.parametrize("fault", some({"scores"}, ["scores", "disk"]))
+def test_an_end_that_fails_at_first_is_undone(fault, config, tmp_path, monkeypatch) -> None:
+    """Fail where the last download was applied already."""
     run = shared(config, "fedavg-ft")
     local = RunFolder(coterie.run(run, out=tmp_path / "local").path)
     monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
@@ -258,12 +256,12 @@ def test_an_end_that_fails_at_first_is_undone(what, config, tmp_path, monkeypatc
             raise CoterieError("not now")
 
     def scoring(self: ClientHost, point: str, round: int) -> None:
-        if what == "scores" and (point, round) == ("aggregated", 2):
+        if fault == "scores" and (point, round) == ("aggregated", 2):
             fail(self.name)
         score(self, point, round)
 
     def saving(self: RunFolder, rounds: int, states: Any, **more: Any) -> None:
-        if what == "disk" and rounds == 4:
+        if fault == "disk" and rounds == 4:
             fail(self.path.name)
         save(self, rounds, states, **more)
 

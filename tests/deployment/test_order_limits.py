@@ -46,8 +46,8 @@ def test_no_round_is_trained_beyond_those_agreed(round, kind, sent, config, tmp_
     assert [fault(worker, data) for data in (join, first)] == [None, None]
     assert worker.run is not None
     before = worker.run.folder.digest()
-    told, body = unseal(Order, first)
-    changed = told.model_copy(update={"turn": round, "kind": kind})
+    header, body = unseal(Order, first)
+    changed = header.model_copy(update={"turn": round, "kind": kind})
     if (kind, round) != ("finish", 2):  # which is the run's end
         assert fault(worker, seal(changed, body)) == "refused"
         assert worker.run.folder.digest() == before
@@ -57,9 +57,9 @@ def test_no_round_is_trained_beyond_those_agreed(round, kind, sent, config, tmp_
 @pytest.mark.parametrize("counted", [0, 1, 7, 2**31, -2])
 def test_no_round_counts_before_it_is_over(counted, sent, config, tmp_path) -> None:
     worker = started(config, tmp_path)
-    told, body = unseal(Order, sent[1])
+    header, body = unseal(Order, sent[1])
     assert fault(worker, sent[0]) is None
-    changed = told.model_copy(update={"counted": counted})
+    changed = header.model_copy(update={"counted": counted})
     assert fault(worker, seal(changed, body)) == "refused"
     worker.close()
 
@@ -90,7 +90,7 @@ def test_a_round_is_trained_a_few_times_for_other_downloads(restarts, sent, conf
 
 
 def renamed(order: Order, number: int) -> Order:
-    """Change everything in an order to join that a client does not need to agree to."""
+    """Replace everything in an order to join that a client does not need to agree to."""
     assert order.config is not None
     deployment = {**order.config["deployment"], "quorum": 1 + number, "deadline": 60 + number}
     return order.model_copy(
@@ -100,7 +100,7 @@ def renamed(order: Order, number: int) -> Order:
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_renamed_run_has_the_folder_of_the_run(restarts, sent, config, tmp_path) -> None:
-    """A server alternates between two runs, and renames both each time."""
+    """Switch between two runs, and rename both each time."""
     worker = started(config, tmp_path)
     join, faults = unseal(Order, sent[0])[0], []
     for number in range(MAX_TRAININGS + 3):
@@ -141,7 +141,7 @@ def end(folder: Path) -> None:
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_few_new_runs_are_begun_without_a_person(ended, config, tmp_path) -> None:
-    """A restart does not reset the limit. With equal terms, nor does the end of the runs."""
+    """Check that neither a restart nor the end of runs with equal terms resets the limit."""
     run = config()
     orders = new_runs(run, MAX_RUNS + 2)
     clients, faults = [], []
@@ -164,7 +164,7 @@ def test_few_new_runs_are_begun_without_a_person(ended, config, tmp_path) -> Non
 
 
 def test_few_bases_are_loaded_for_runs_that_do_not_begin(config, tmp_path) -> None:
-    """No such run has a folder: the client has other weights than the order says."""
+    """Send orders of runs for which the client has other weights, so that none has a folder."""
     names = ("tiny-gpt2", "tiny-gpt2-2m", "tiny-llama", "tiny-polyglot")
     orders = [
         order(config(base=name)).model_copy(update={"base": "0" * 16, "run": f"{n}" * 16})
@@ -186,7 +186,7 @@ def test_ended_runs_with_other_terms_do_not_count(config, tmp_path) -> None:
 
 
 def test_unfinished_runs_are_limited_on_disk(config, tmp_path) -> None:
-    """Even if a person agrees to each of them. Runs of other clients do not count."""
+    """Check that the limit applies to approved runs too, and not to runs of other clients."""
     run = config()
     for name in ("poet", "other-poet"):
         for number in range(MAX_UNFINISHED):

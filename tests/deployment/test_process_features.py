@@ -20,8 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "transforms"
 
 
 def run_file(values: Any, transform: str) -> dict[str, Any]:
-    aggregation = {"transforms": [transform], "largest_change": None}
-    return values(rounds=2, aggregation=aggregation)
+    return values(rounds=2, aggregation={"transforms": [transform], "largest_change": None})
 
 
 @pytest.mark.parametrize("transform", ["int8", "masked_sum"])
@@ -30,17 +29,16 @@ def test_a_deployment_ends_in_the_bits_of_one_process(transform, values, tmp_pat
     load_plugin(file)
     run = run_file(values, transform)
     local = RunFolder(coterie.run(parse(run), out=tmp_path / "local").path)
-    with Deployment(tmp_path / "deployment", run, plugins=(file,)) as here:
-        here.make_keys()
-        here.serve()
-        here.join()
-        assert here.ends() == {"server": 0, **dict.fromkeys(NAMES, 0)}
+    with Deployment(tmp_path / "deployment", run, plugins=(file,)) as deployment:
+        deployment.serve()
+        deployment.join()
+        assert deployment.ends() == {"server": 0, **dict.fromkeys(NAMES, 0)}
         # Without clients' secrets, which differ in every run.
-        assert_same_tensors(here.server.load("server"), local.load("server"), "server")
+        assert_same_tensors(deployment.server.load("server"), local.load("server"), "server")
         for name in NAMES:
             side = f"client-{name}"
-            assert_same_tensors(here.client(name).load(side), local.load(side), side)
-            trained = result_of(here.client(name))["trained"]
+            assert_same_tensors(deployment.client(name).load(side), local.load(side), side)
+            trained = result_of(deployment.client(name))["trained"]
             assert trained == {name: result_of(local)["trained"][name]}
 
 
@@ -48,13 +46,14 @@ def test_a_client_with_another_file_is_refused(values, tmp_path) -> None:
     file, other = EXAMPLES / "int8.py", tmp_path / "int8.py"
     other.write_text(file.read_text(encoding="utf-8") + "\n# changed\n", encoding="utf-8")
     run = run_file(values, "int8")
-    with Deployment(tmp_path / "deployment", run, plugins=(file,)) as here:
-        here.make_keys()
-        here.serve()
-        here.plugins = ["--plugin", str(other)]
-        here.join("poet")
-        here.wait(lambda: "different version of the plugin int8.py" in here.programs["poet"].text)
-        assert here.done() == 0
+    with Deployment(tmp_path / "deployment", run, plugins=(file,)) as deployment:
+        deployment.serve()
+        deployment.plugins = ["--plugin", str(other)]
+        deployment.join("poet")
+        deployment.wait(
+            lambda: "different version of the plugin int8.py" in deployment.programs["poet"].text
+        )
+        assert deployment.done() == 0
 
 
 @pytest.mark.thorough
@@ -65,15 +64,14 @@ def test_a_killed_server_with_a_model_ends_in_the_same_bits(values, bases, tmp_p
     run = values(method="pretrained", rounds=2, bases={"poet": str(bases / "llama")})
     run["data"] = {**run["data"], "public": str(common)}
     run["server"] = {"base": str(bases / "llama"), "test": str(test)}
-    with Deployment(tmp_path / "deployment", run) as here:
-        here.make_keys()
-        here.serve()
-        here.join("diarist", "poet")
-        here.wait(lambda: "poet joined" in here.programs["server"].text)
-        here.kill("server")
-        here.serve("--resume")
-        here.join("whaler")
+    with Deployment(tmp_path / "deployment", run) as deployment:
+        deployment.serve()
+        deployment.join("diarist", "poet")
+        deployment.wait(lambda: "poet joined" in deployment.programs["server"].text)
+        deployment.kill("server")
+        deployment.serve("--resume")
+        deployment.join("whaler")
         local = RunFolder(coterie.run(parse(run), out=tmp_path / "local").path)
-        assert set(here.ends().values()) == {0}
-        assert_same_bits(here, local)
-        assert result_of(here.server)["server"] == result_of(local)["server"]
+        assert set(deployment.ends().values()) == {0}
+        assert_same_bits(deployment, local)
+        assert result_of(deployment.server)["server"] == result_of(local)["server"]

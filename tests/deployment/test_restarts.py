@@ -173,7 +173,7 @@ def test_a_finished_run_ends_at_once_when_it_is_resumed(config, loop, tmp_path) 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, None])
 def test_clients_without_a_result_are_awaited(stop, config, loop, tmp_path, monkeypatch) -> None:
-    """The server ends while whaler is away, by itself or with Ctrl-C; whaler then returns."""
+    """End the server by itself or with Ctrl-C while the whaler is away; the whaler then returns."""
     monkeypatch.setattr("coterie.deployment.server.GRACE", 0.5 if stop is None else 60.0)
     run = config(method={"name": "fedavg"}, rounds=1, deployment={"deadline": 0.5})
     out = tmp_path / "server"
@@ -209,7 +209,7 @@ def test_clients_without_a_result_are_awaited(stop, config, loop, tmp_path, monk
     assert not [note for note in watch.lines if "did not receive" in note]
 
 
-def test_a_run_that_has_ended_stays_so_while_a_client_is_waited_for(config, loop, tmp_path) -> None:
+def test_a_run_stays_complete_while_a_client_is_awaited(config, loop, tmp_path) -> None:
     run = config(method={"name": "fedavg"}, rounds=1)
     folder = serve(run, tmp_path / "server", Looped(Notes(), loop=loop))
     folder.write_list(RECEIVED, ["diarist"])

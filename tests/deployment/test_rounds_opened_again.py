@@ -53,9 +53,8 @@ def test_a_step_is_undone_when_its_round_is_opened_again(config, tmp_path) -> No
 
 @pytest.mark.parametrize("fault", ["disconnects", "stalls", "is rejected and disconnects"])
 def test_a_round_begins_again_with_a_later_client(fault, config, tmp_path, caplog) -> None:
-    """A client of the round does not deliver its upload, and the others are below the quorum."""
-    deployment = {"quorum": 2, "deadline": 0.01}
-    run = config(method={"name": "fedavg"}, rounds=2, deployment=deployment)
+    """Drop the upload of a client, so that the others are below the quorum."""
+    run = config(method={"name": "fedavg"}, rounds=2, deployment={"quorum": 2, "deadline": 0.01})
     replies: list[bytes] = []
 
     def lose(name: str, order: Order) -> bool:
@@ -78,8 +77,7 @@ def test_a_round_begins_again_with_a_later_client(fault, config, tmp_path, caplo
     loop = Loop(workers(run, tmp_path), away={"diarist"}, lose=lose, change=change)
     with caplog.at_level("INFO", "coterie.deployment.client"):
         server(run, tmp_path / "server", loop).rounds()
-    done = RunFolder(tmp_path / "server")
-    assert done.result is not None
+    assert RunFolder(tmp_path / "server").result is not None
     sent = {n: [o.turn for to, o in loop.orders if (to, o.kind) == (n, "step")] for n in NAMES}
     assert sent["diarist"] == [0, 1]
     assert sent["poet"] == [0, 0, 1]

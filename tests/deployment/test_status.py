@@ -48,14 +48,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_server_that_waits_says_so_at_once_and_ever_less_often(monitor, watch, clock) -> None:
-    said = []
+    reported = []
     for second in range(4000):
         clock[0] = 1000.0 + second
         monitor.waits(FIRST, "anna")
-        if len(watch.lines) > len(said):
-            said.append(second)
+        if len(watch.lines) > len(reported):
+            reported.append(second)
             watch.lines[-1:] = [f"{second}"]
-    assert said == [0, 60, 180, 420, 900, 1860, 3660]
+    assert reported == [0, 60, 180, 420, 900, 1860, 3660]
     assert monitor.status.waiting == "round 1: waiting for anna"
 
 
@@ -320,7 +320,7 @@ def test_few_clients_or_few_rounds_against_the_others_name_nobody(monitor, watch
 
 
 def test_late_changes_against_the_others_name_nobody(monitor, watch) -> None:
-    """The cosines of an honest client with other texts than the others; then of a hostile one."""
+    """Report cosines of an honest client with other texts, then those of a hostile client."""
     for round in range(100):
         cosine = 0.02 if round < 5 else -0.14
         monitor.compares(change(round, ada=0.1, ben=0.02, cy=cosine, eve=-0.1))

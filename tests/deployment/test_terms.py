@@ -32,17 +32,17 @@ Change = Callable[[dict[str, Any]], None]
 POWER = "{{ 9**(9**9) }}"
 
 
-def order(run: RunConfig, change: Change = lambda told: None, **more: Any) -> Order:
-    told = json.loads(json.dumps(run.visible_to("poet")))
-    change(told)
+def order(run: RunConfig, change: Change = lambda values: None, **more: Any) -> Order:
+    values = json.loads(json.dumps(run.visible_to("poet")))
+    change(values)
     header = {"run": RUN, "client": "poet", "kind": "join", "turn": 0, "protocol": PROTOCOL}
-    return Order.model_validate({**header, "config": told, **more})
+    return Order.model_validate({**header, "config": values, **more})
 
 
 def asked(run: RunConfig, place: Site, *orders: Order) -> tuple[Worker, list[Reply]]:
-    """What a client answers, one order after another."""
+    """Return a client's replies to several orders."""
     worker = Worker(place)
-    replies = [unseal(Reply, worker.answer(sealed(one)))[0] for one in orders]
+    replies = [unseal(Reply, worker.answer(sealed(order)))[0] for order in orders]
     worker.close()
     return worker, replies
 
@@ -50,11 +50,11 @@ def asked(run: RunConfig, place: Site, *orders: Order) -> tuple[Worker, list[Rep
 def setting(key: str, value: Any) -> Change:
     """Return a change of a run: a key, such as `data.public`, has another value."""
 
-    def change(told: dict[str, Any]) -> None:
+    def change(values: dict[str, Any]) -> None:
         *sections, last = key.split(".")
         for section in sections:
-            told = told.setdefault(section, {})
-        told[last] = value
+            values = values.setdefault(section, {})
+        values[last] = value
 
     return change
 
@@ -114,7 +114,7 @@ def test_somebody_is_asked_once_and_what_was_agreed_holds_after_a_restart(config
 
 
 def test_long_values_are_compared_to_their_ends() -> None:
-    """An agreement shows the beginning of a value, but covers the whole value."""
+    """Check that an agreement shows only the beginning of a value but covers the whole value."""
     agreed = {"data": {"chat_template": "{{ messages }}" * 20}}
     requested = {"data": {"chat_template": "{{ messages }}" * 20 + "more"}}
     assert len(differences(agreed, requested)) == 1
@@ -125,8 +125,7 @@ def test_long_values_are_compared_to_their_ends() -> None:
 def test_whoever_does_not_agree_sends_nothing(config, tmp_path) -> None:
     run = config()
     worker = Worker(replace(site(run, "poet", tmp_path), agrees=lambda *_: False))
-    answer = worker.answer(sealed(order(run)))
-    reply, body = unseal(Reply, answer)
+    reply, body = unseal(Reply, worker.answer(sealed(order(run))))
     assert (reply.fault, reply.base, body) == ("declined", "", b"")
     assert worker.declined
     assert worker.finished
@@ -171,9 +170,9 @@ def test_a_server_names_no_file_of_a_client(name, config, bases, tmp_path, monke
     place = site(run, "poet", tmp_path / "out")
     named = json.loads(json.dumps(NAMED[name]).replace("/PATH", str(secret)))
 
-    def change(told: dict[str, Any]) -> None:
+    def change(values: dict[str, Any]) -> None:
         for key, value in named.items():
-            setting(key, value)(told)
+            setting(key, value)(values)
 
     worker, [reply] = asked(run, place, order(run, change))
     if name == "diary":  # it is there, and says nothing: what is public has a hash
@@ -201,8 +200,8 @@ def test_a_public_text_is_the_clients_own_copy_of_the_same(config, texts, tmp_pa
         "the public text on the client's machine is missing"
     )
     loop = deploy(run, tmp_path / "whole")
-    told = [one for _, one in loop.orders if one.kind == "join"]
-    assert {one.public for one in told} == {digest}
+    orders = [order for _, order in loop.orders if order.kind == "join"]
+    assert {order.public for order in orders} == {digest}
     assert not any(str(texts).encode() in data for data in loop.seen)
 
 
@@ -212,8 +211,8 @@ def test_a_run_file_is_agreed_to_as_its_server_reads_it(config, values, tmp_path
     path = tmp_path / "from-the-server.yaml"
     path.write_text(yaml.safe_dump({**run, "clients": [{"name": n} for n in ("poet", "zed")]}))
     agreed = agreed_terms(load_agreed(path, "poet"), "poet")
-    there = parse({**run, "clients": [{"name": n, "path": "-"} for n in ("poet", "zed")]})
-    assert differences(agreed, requested_terms(order(there))) == []
+    known = parse({**run, "clients": [{"name": n, "path": "-"} for n in ("poet", "zed")]})
+    assert differences(agreed, requested_terms(order(known))) == []
     path.write_text(yaml.safe_dump({k: v for k, v in run.items() if k != "clients"}))
     assert load_agreed(path, "poet").deployment.anyone  # for all that have a key
 
@@ -276,9 +275,9 @@ def test_a_service_that_nobody_can_be_asked_says_so_at_once(values, texts, tmp_p
 
 def test_an_order_without_a_run_is_refused(config, tmp_path) -> None:
     place = site(config(), "poet", tmp_path)
-    for told in ({}, {"data": []}, None):
+    for values in ({}, {"data": []}, None):
         with pytest.raises(MessageError, match="contains no valid run"):
-            place.config(Order(run=RUN, client="poet", kind="join", turn=0, config=told))
+            place.config(Order(run=RUN, client="poet", kind="join", turn=0, config=values))
 
 
 @pytest.mark.parametrize(

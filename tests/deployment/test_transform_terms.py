@@ -1,4 +1,4 @@
-"""What a client agrees to when a run has transforms: budget, plugins, and what the audit shows."""
+"""The terms of runs with transforms: budget, plugins, and the list of shared values."""
 
 from pathlib import Path
 from typing import Any

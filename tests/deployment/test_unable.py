@@ -57,8 +57,7 @@ def _at_once(monkeypatch):
 def test_it_leaves_with_the_error_and_the_run_goes_on(case, config, tmp_path) -> None:
     run = config(method="fedavg", rounds=2, deployment={"quorum": 2, "deadline": 60})
     everybody = workers(run, tmp_path)
-    place = unable(case, site(run, WHO, tmp_path), tmp_path / "own")
-    everybody[WHO] = worker = Worker(place)
+    everybody[WHO] = worker = Worker(unable(case, site(run, WHO, tmp_path), tmp_path / "own"))
     notes, network = Notes(), Loop(everybody)
     server(run, tmp_path / "server", network, notes).rounds()
     assert worker.finished

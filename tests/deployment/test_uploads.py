@@ -1,5 +1,4 @@
-"""What a client sends that it should not, and who speaks another language: refused, without a
-trace in what the others make together."""
+"""Invalid replies and other protocol versions are refused, and do not change the aggregate."""
 
 import json
 import os
@@ -62,14 +61,14 @@ BAD: dict[Callable[[Reply, bytes], bytes], str] = {
 
 
 def weighted(config: Any, method: Any = "fedavg", **changes: Any) -> coterie.RunConfig:
-    """A run whose means are weighted by tokens, of which clients have different numbers."""
+    """Return a run whose means are weighted by tokens, with different numbers of tokens."""
     settings = {"quorum": 3, "deadline": 60} | changes.pop("deployment", {})
     tokens = {"aggregation": {"weights": "tokens"}, "deployment": settings}
     return config(**{"method": method, "rounds": 2, "data": {"window": 16}} | tokens | changes)
 
 
 def naive_mean(uploads: Mapping[str, Message]) -> dict[str, Tensor]:
-    """Of the adapters in uploads, weighted by tokens."""
+    """Return the mean of the adapters in uploads, weighted by tokens."""
     weight = {name: upload.values["tokens"] for name, upload in uploads.items()}
     names = next(iter(uploads.values()))["adapter"]
     return {
@@ -99,10 +98,10 @@ def test_a_bad_upload_does_not_change_the_mean(spoil, config, tmp_path) -> None:
     assert BAD[spoil] in refusal
     assert len({upload.values["tokens"] for upload in uploads.values()}) == 2
     mean = naive_mean(uploads)
-    found = flat(RunFolder(tmp_path / "server").load("server"))
-    assert found.keys() == {("adapter", name) for name in mean}
+    state = flat(RunFolder(tmp_path / "server").load("server"))
+    assert state.keys() == {("adapter", name) for name in mean}
     for name, tensor in mean.items():
-        assert torch.allclose(found["adapter", name].double(), tensor, atol=1e-7)
+        assert torch.allclose(state["adapter", name].double(), tensor, atol=1e-7)
 
 
 METHODS: tuple[dict[str, Any], ...] = (
@@ -116,7 +115,7 @@ METHODS: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("method", some(METHODS[:1], METHODS), ids=lambda method: method["name"])
 def test_a_bad_upload_leaves_nothing_behind(method, config, tmp_path, monkeypatch) -> None:
-    """Of a method whose server side takes uploads one by one, and has taken others' in by then."""
+    """Use methods that aggregate each upload when it arrives; a bad one follows a valid one."""
     monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
     run = weighted(config, method)
     local = coterie.run(run, out=tmp_path / "local")
@@ -144,7 +143,7 @@ def test_a_server_begun_again_knows_how_many_tokens_everybody_has(turn, config, 
 
 @pytest.mark.slow
 def test_a_restarted_server_refuses_more_tokens(config, tmp_path, monkeypatch) -> None:
-    """From its checkpoint alone: nobody says hello anew before the upload."""
+    """Check the number of tokens after a restart from a checkpoint, without a new hello."""
     run = weighted(config, deployment={"quorum": 2, "deadline": 0.001})
     clients = workers(run, tmp_path)
     with pytest.raises(Killed):
@@ -161,17 +160,17 @@ def test_a_restarted_server_refuses_more_tokens(config, tmp_path, monkeypatch) -
 
 def test_another_protocol_is_refused_with_a_sentence(config, tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setattr("coterie.deployment.server.PROTOCOL", PROTOCOL + 1)
-    run, notes, told = weighted(config), Notes(), []
+    run, notes, events = weighted(config), Notes(), []
     loop = Loop(workers(run, tmp_path), events={5: kill})
     for worker in loop.workers.values():
-        worker.seen = lambda what, value: told.append((what, value))
+        worker.seen = lambda kind, value: events.append((kind, value))
     with pytest.raises(Killed), caplog.at_level("ERROR", "coterie"):
         server(run, tmp_path / "server", loop, notes).rounds()
     sentence = (
         f"the run uses protocol version {PROTOCOL + 1}, but this client uses version {PROTOCOL}; "
         "install the same version of Coterie on both sides"
     )
-    assert told == [("fault", sentence)] * 3
+    assert events == [("fault", sentence)] * 3
     assert sentence in caplog.text
     for name in NAMES:
         assert f"{name} could not join: {FAULT_MESSAGES['protocol']}" in notes.lines
@@ -203,8 +202,7 @@ def test_an_upload_that_waits_on_disk_has_no_name_there(config, tmp_path) -> Non
 
 
 def test_uploads_that_are_sent_again_take_no_more_space(config) -> None:
-    run = weighted(config)
-    local = joined(run)
+    local = joined(weighted(config))
     local.open(local.config.turn(0), sorted(local.clients))
     uploads = local.exchange
     sent = {name: local.schema.send("up", step(local, name, 0)) for name in NAMES}

@@ -18,13 +18,12 @@ HIGH |= {"learning_rate": 30.0, "learning_rate_decay": 1.0}
 
 
 def naive_loss(base: Base, model, text: Split, window: int) -> float:
-    """The mean over all predicted tokens, a window or a sample at a time."""
+    """Return the mean loss of all predicted tokens, computed one window or sample at a time."""
     losses = []
     if isinstance(text, Examples):
         for n in range(len(text)):
             start, answer, end = text.starts[n], text.answers[n], text.starts[n + 1]
-            ids = text.ids[start:end].long()[None]
-            losses.append(_losses(model, ids)[answer - start - 1 :])
+            losses.append(_losses(model, text.ids[start:end].long()[None])[answer - start - 1 :])
         return torch.cat(losses).mean().item()
     stream = torch.cat([torch.tensor([base.context_token]), text.ids]).long()
     for start in range(0, len(text.ids), window):
@@ -33,8 +32,11 @@ def naive_loss(base: Base, model, text: Split, window: int) -> float:
 
 
 def naive_order(base: Base, model, text: Split, window: int) -> tuple[float, float]:
-    """Minus the share of samples whose answer is likelier, per token, than all other choices (0 for
-    a text); then the loss."""
+    """Return what models are ranked by, lower is better.
+
+    The first value is minus the share of samples whose answer is likelier per token than all other
+    choices, 0 for a text; the second one is the loss.
+    """
     loss = naive_loss(base, model, text, window)
     if not isinstance(text, Examples):
         return 0.0, loss
@@ -65,11 +67,11 @@ ROUNDS = 4
 
 
 def trained(config, **changes) -> RunConfig:
-    """A run whose clients keep models of different rounds."""
+    """Return a run whose clients keep models of different rounds."""
     return config(method="comigs-1g1s", training=HIGH, rounds=ROUNDS, **changes)
 
 
 def files(run: RunFolder) -> dict[str, bytes]:
-    """The newest checkpoint, byte for byte."""
+    """Return the files of the newest checkpoint."""
     newest = run.checkpoint(run.turns())
     return {path.name: path.read_bytes() for path in newest.iterdir()}

@@ -56,11 +56,11 @@ class Finished:
         return self.method in PROMPTS
 
     def load(self) -> Any:
-        """The poet's model: a new one each time."""
+        """Load the poet's model anew."""
         return coterie.load(self.path, "poet")
 
     def plain(self) -> PreTrainedModel:
-        """The base, without Coterie."""
+        """Load the base without Coterie."""
         return load_base(self.base, "fp32", 16).model
 
     @cached_property
@@ -69,12 +69,12 @@ class Finished:
 
     @cached_property
     def logits(self) -> Tensor:
-        """Of IDS, the soft prompt's left out: (2, 7, vocabulary)."""
+        """The logits of IDS without those of a soft prompt, of shape (2, 7, vocabulary)."""
         return logits(self.load())
 
     @cached_property
     def change(self) -> float:
-        """What the adapter changes in a logit, on average."""
+        """The mean absolute change of a logit by the adapter."""
         return (self.logits - logits(self.plain())).abs().mean().item()
 
 
@@ -85,7 +85,7 @@ def logits(model: Any, ids: Tensor = IDS, **kwargs: Any) -> Tensor:
 
 @torch.no_grad()
 def greedy(model: Any, ids: Tensor, count: int) -> Tensor:
-    """ids and the likeliest tokens after them, all read anew for every token."""
+    """Append the likeliest tokens to `ids`, without a cache."""
     for _ in range(count):
         ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
     return ids
@@ -93,15 +93,15 @@ def greedy(model: Any, ids: Tensor, count: int) -> Tensor:
 
 @torch.no_grad()
 def beam(model: Any, ids: list[int], width: int, count: int) -> list[int]:
-    """The best of so many beams of so many tokens, each read anew for every token."""
+    """Return the best sequence of a beam search without a cache."""
     kept = [(0.0, ids)]
     for _ in range(count):
-        found = []
+        candidates = []
         for score, tokens in kept:
             best = model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1).topk(width)
             pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-            found += [(score + value, [*tokens, token]) for value, token in pairs]
-        kept = sorted(found, reverse=True)[:width]
+            candidates += [(score + value, [*tokens, token]) for value, token in pairs]
+        kept = sorted(candidates, reverse=True)[:width]
     return kept[0][1]
 
 

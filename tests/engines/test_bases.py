@@ -44,7 +44,7 @@ def mixed(config: Config, other: str) -> Config:
 
 @pytest.fixture(scope="session")
 def with_server(mixed: Config, other: str, texts: Path) -> Config:
-    """The same, where the server has a model, a public text and one to be scored on."""
+    """Runs in which the server has a model, a public text and a text to be scored on."""
     data = {"window": 16, "limits": {"train": 2000, "validation": 400, "test": 400, "public": 300}}
 
     def make(**changes: Any) -> RunConfig:
@@ -56,7 +56,7 @@ def with_server(mixed: Config, other: str, texts: Path) -> Config:
 
 
 def text_of(split: Split, tokenizer: Tokenizer) -> str:
-    """What the tokens spell."""
+    """Decode the tokens of a split."""
     return str(tokenizer.decode(split.ids.tolist()))
 
 
@@ -139,12 +139,12 @@ def test_the_public_text_is_tokenised_once_for_each_base(with_server, monkeypatc
     monkeypatch.setattr(module, "whole_text", counted)
     run = with_server()
     words = load_tokenizer(run.base)
-    who = gathered(run, words)
+    federation = gathered(run, words)
     assert sorted(read) == ["diarist.txt", "whaler.txt"]
-    public = {client.name: client.public for client in who.clients}
+    public = {client.name: client.public for client in federation.clients}
     assert public["diarist"] is public["whaler"]
-    assert who.server is not None
-    assert public["poet"] is who.server.public is who.server.data.train
+    assert federation.server is not None
+    assert public["poet"] is federation.server.public is federation.server.data.train
     text = (run.root / "diarist.txt").read_text(encoding="utf-8")
     tokenizers = dict.fromkeys(NAMES, words) | {"poet": load_tokenizer(run.base_of("poet"))}
     for name, tokens in public.items():
@@ -165,8 +165,7 @@ def test_the_servers_model_is_scored_as_by_hand(with_server, other, tmp_path) ->
     assert set(result["trained"]) == set(NAMES)
     lines = [m for m in RunFolder(done.path).metrics() if m["name"] == "server/aggregated"]
     assert [(line["round"], line["client"]) for line in lines] == [(0, None), (1, None)]
-    model = coterie.load(done.path, "server")
-    assert model.config.vocab_size == 400
+    assert coterie.load(done.path, "server").config.vocab_size == 400
     assert coterie.tokenizer(done.path, "server").get_vocab() == base.tokenizer.get_vocab()
 
 
@@ -214,21 +213,24 @@ def divided(config: Config, other: str, questions: Path) -> Config:
 
 def test_a_division_sets_a_public_text_and_the_servers_test_aside(divided, tmp_path) -> None:
     run = divided(rounds=1)
-    who = Session(run).federation(run)
-    assert who.server is not None
-    parts = [who.clients[0].data.train, who.clients[1].data.train, who.server.data.train]
+    federation = Session(run).federation(run)
+    assert federation.server is not None
+    parts = [
+        federation.clients[0].data.train,
+        federation.clients[1].data.train,
+        federation.server.data.train,
+    ]
     items = []
     for part in parts:
         assert isinstance(part, Examples)
         items.append({(item.prompt, item.answer) for item in part.instructions})
     assert not items[0] & items[1]
     assert not items[2] & (items[0] | items[1])
-    for one in (*who.clients, who.server):
-        assert isinstance(one.public, Examples)
-        assert {(item.prompt, item.answer) for item in one.public.instructions} == items[2]
-    assert who.server.tests == {"server": who.server.data.test}
-    done = coterie.run(run, out=tmp_path / "run")
-    result = done.results["pretrained"]
+    for side in (*federation.clients, federation.server):
+        assert isinstance(side.public, Examples)
+        assert {(item.prompt, item.answer) for item in side.public.instructions} == items[2]
+    assert federation.server.tests == {"server": federation.server.data.test}
+    result = coterie.run(run, out=tmp_path / "run").results["pretrained"]
     # The same base on the same questions.
     assert result["server"] == result["trained"]["client-2"] != result["trained"]["client-1"]
 
@@ -237,17 +239,17 @@ def test_a_pooled_client_has_the_servers_base_and_the_public_part_too(divided) -
     rates = {"training": {"steps": 1, "learning_rates": {"server": 0.5}}}
     run, pooled = divided(**rates), divided(method="centralized", **rates)
     session = Session(pooled)
-    who, [everyone] = gathered(run, session.base.tokenizer), session.participants(pooled)
+    federation, [everyone] = gathered(run, session.base.tokenizer), session.participants(pooled)
     assert everyone.base is session.bases[run.base_of("server")]
-    assert who.server is not None
+    assert federation.server is not None
     samples = [
         len(p.data.train.items)
-        for p in (*who.clients, who.server)
+        for p in (*federation.clients, federation.server)
         if isinstance(p.data.train, Examples)
     ]
     assert isinstance(everyone.data.train, Examples)
     assert len(everyone.data.train) == sum(samples)
-    assert torch.equal(everyone.tests["client-2"].ids, who.clients[1].data.test.ids)
+    assert torch.equal(everyone.tests["client-2"].ids, federation.clients[1].data.test.ids)
     assert list(everyone.tests) == ["client-1", "client-2"]
     assert pooled.training_of(EVERYONE).learning_rate == 0.5
     session.check(pooled)
@@ -259,7 +261,7 @@ def test_two_public_texts_are_refused(divided) -> None:
 
 
 def deployed(run: RunConfig, out: Path) -> Loop:
-    """A whole deployment in one process, with a server that has a model."""
+    """Run a deployment in one process with a server that has a model."""
     loop = Loop(workers(run, out))
     names: dict[str, Any] = {client.name: {} for client in run.clients}
     described = describe(run.as_dict(), names, run.plugins, run="0123456789abcdef")
@@ -284,10 +286,10 @@ def test_a_deployment_tells_no_client_of_others(method, with_server, other, tmp_
     assert ("server" in result) == (method == "pretrained")
     for name, order in loop.orders:
         if order.config is not None:
-            told = json.dumps(order.config)
-            assert not [n for n in NAMES if n in told]
-            assert (other in told) == (name == "poet")
-            assert (run.base.name in told) == (name != "poet")
+            visible = json.dumps(order.config)
+            assert not [n for n in NAMES if n in visible]
+            assert (other in visible) == (name == "poet")
+            assert (run.base.name in visible) == (name != "poet")
             assert order.config["training"]["learning_rates"] == {}
             assert order.config["training"]["learning_rate"] == (0.001 if name == "poet" else 0.002)
     assert RunFolder(folder(run, tmp_path, "poet").path).result

@@ -8,22 +8,22 @@ from coterie.runs import RunFolder
 
 
 def test_the_runs_of_a_comparison_are_beside_one_another(written, tmp_path) -> None:
-    mine = RunFolder(written("compare/comigs-seed0-aa", {"name": "comigs-1g1s"}))
+    run = RunFolder(written("compare/comigs-seed0-aa", {"name": "comigs-1g1s"}))
     local = written("compare/local-seed0-bb", {"name": "local"})
     written("compare/local-seed1-cc", {"name": "local"}, seed=1)
     written("compare/fedavg-seed0-dd", {"name": "fedavg"}, data={"window": 32})
     pooled = written("compare/centralized-seed0-ee", {"name": "local"}, pooled=True)
     (tmp_path / "compare" / "broken").mkdir()
     (tmp_path / "compare" / "broken" / "run.json").write_text("{")
-    assert find_beside(mine, "local").path.samefile(local)
-    assert find_beside(mine, "centralized").path.samefile(pooled)
+    assert find_beside(run, "local").path.samefile(local)
+    assert find_beside(run, "centralized").path.samefile(pooled)
     with pytest.raises(
         CoterieError, match=r"'fedavg' is neither .*; available methods: centralized, loc"
     ):
-        find_beside(mine, "fedavg")
+        find_beside(run, "fedavg")
     written("compare/local-rank4", {"name": "local", "mlp": {"rank": 4}})
     with pytest.raises(CoterieError, match="There are several runs of 'local' next to the run"):
-        find_beside(mine, "local")
+        find_beside(run, "local")
 
 
 def test_a_run_and_its_baselines_find_one_another(written, tmp_path, monkeypatch) -> None:
@@ -37,8 +37,7 @@ def test_a_run_and_its_baselines_find_one_another(written, tmp_path, monkeypatch
         ("mine/baselines/local", "fedavg", "mine/baselines/fedavg"),
         ("mine/baselines/local", "comigs-1g1s", "mine"),
     ]:
-        found = find_beside(RunFolder(tmp_path / "runs" / start), method)
-        assert found.path.samefile(expected)
+        assert find_beside(RunFolder(tmp_path / "runs" / start), method).path.samefile(expected)
     with pytest.raises(CoterieError, match=r"available methods: fedavg, local"):
         find_beside(RunFolder(tmp_path / "runs" / "mine"), "pcl-1")
     with pytest.raises(CoterieError, match=r"available methods: none"):

@@ -42,23 +42,23 @@ def run(values: Callable[..., dict[str, Any]], talks: Path) -> Run:
 
 def test_a_run_on_conversations_says_what_it_read(run: Run, tmp_path: Path) -> None:
     done = coterie.run(run(evaluation={"generate": 3, "keep": "best"}), out=tmp_path / "run")
-    told = RunFolder(done.path).description
+    description = RunFolder(done.path).description
     for name in NAMES:
-        client = told["clients"][name]
+        client = description["clients"][name]
         assert client["samples"]["test"] == 3
         assert client["cut"]["train"] > 0
         assert client["too_long"].keys() == client["cut"].keys()
         score = done.results["comigs-1g1s"]["trained"][name]
         assert {"exact_match", "rouge_l", "perplexity"} <= score.keys()
         assert "accuracy" not in score
-    [(base, template)] = told["chat_templates"].items()
-    assert base == told["config"]["base"]
+    [(base, template)] = description["chat_templates"].items()
+    assert base == description["config"]["base"]
     assert template["name"] == "Coterie's"
 
 
 @pytest.mark.parametrize("method", ["fedavg", pytest.param("comigs-1g1s", marks=pytest.mark.slow)])
 def test_conversations_have_the_same_bits_when_deployed(method, run, tmp_path) -> None:
-    """The template is a file that clients do not have."""
+    """Use a template that is a file that clients do not have."""
     file = tmp_path / "mine.jinja"
     file.write_text(OURS.read_text(encoding="utf-8").replace("Assistant:", "Coterie:"))
     rules = {"evaluation": {"generate": 2}, "deployment": {"share_metrics": True}}
@@ -69,11 +69,11 @@ def test_conversations_have_the_same_bits_when_deployed(method, run, tmp_path) -
     assert_as_local(config, tmp_path, RunFolder(local.path))
     assert any(b"Coterie:" in data for data in loop.seen)
     result = result_of(RunFolder(tmp_path / "server"))
-    there = [
+    answers = [
         RunFolder(local.path).description["chat_templates"],
         *(folder(config, tmp_path, name).description["chat_templates"] for name in NAMES),
     ]
-    assert [list(one.values()) for one in there] == [list(there[0].values())] * 3
+    assert [list(client.values()) for client in answers] == [list(answers[0].values())] * 3
     for name in NAMES:
         assert result["trained"][name] == local.results[method]["trained"][name]
 
@@ -91,8 +91,8 @@ def test_a_run_with_changed_conversations_is_not_resumed(run: Run, talks, tmp_pa
 
 def test_what_counts_is_in_the_digest(run: Run) -> None:
     config = run()
-    [one, _] = gathered(config, load_tokenizer(config.base)).clients
-    train = one.data.train
+    [client, _] = gathered(config, load_tokenizer(config.base)).clients
+    train = client.data.train
     assert isinstance(train, Examples)
     assert digest_of([train]) == digest_of([replace(train, counted=train.counted.clone())])
     assert digest_of([train]) != digest_of([replace(train, counted=~train.counted)])

@@ -1,7 +1,7 @@
 """Checkpoints after every N-th round: the same bits, and nothing written twice."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ ROUNDS = 5
 DIVERGED = ("poet", 1)
 
 
-@pytest.fixture(autouse=True)
-def _diverging(monkeypatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def _diverging() -> Iterator[None]:
     """The poet diverges once, after its training, in a round that has no checkpoint before it."""
     step = ClientHost.step
 
@@ -34,10 +34,12 @@ def _diverging(monkeypatch) -> None:
             raise Diverged("the loss is not finite")
         return upload
 
-    monkeypatch.setattr(ClientHost, "step", diverging)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ClientHost, "step", diverging)
+        yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def run(config) -> Callable[..., RunConfig]:
     """A run in which a client diverges and uploads are refused, with a number of `every`."""
     training = HIGH | {"learning_rate": 0.3, "learning_rates": {"whaler": 3.0}}
@@ -48,10 +50,10 @@ def run(config) -> Callable[..., RunConfig]:
     return make
 
 
-@pytest.fixture
-def expected(run, tmp_path) -> RunFolder:
+@pytest.fixture(scope="module")
+def expected(run, tmp_path_factory) -> RunFolder:
     """The run with a checkpoint after every round."""
-    folder = RunFolder(coterie.run(run(1), out=tmp_path / "expected").path)
+    folder = RunFolder(coterie.run(run(1), out=tmp_path_factory.mktemp("expected") / "run").path)
     left_out = (folder.result or {})["left_out"]
     assert left_out["poet"].keys() == {"2"}
     assert set(left_out["whaler"]) & {"2", "4"}  # without a checkpoint before them
@@ -128,7 +130,7 @@ def folder(tmp_path) -> RunFolder:
 
 
 def stored(folder: RunFolder, text: str) -> StateFile:
-    """A state outside the checkpoints."""
+    """Return a state that is stored outside the checkpoints."""
     data = State(values={"text": text}).encode()
     return StateFile.write(folder.path, "states/client-zed.new", data)
 

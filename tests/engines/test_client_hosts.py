@@ -24,7 +24,7 @@ INT8 = Path(__file__).parents[2] / "examples/transforms/int8.py"
 
 
 def test_a_run_continues_whatever_its_clients_are_called(config, tmp_path) -> None:
-    """With transforms that store a state for each client, and clients that receive peers."""
+    """Continue a run whose transforms store client states and whose clients receive peers."""
     load_plugin(INT8)
     names = {"_": "poet", "0.b-": "whaler", "__" + 62 * "A": "diarist"}
     clients = [{"name": name, "path": f"{text}.txt"} for name, text in names.items()]
@@ -55,24 +55,24 @@ def test_a_client_on_disk_may_diverge(round, config, tmp_path, monkeypatch) -> N
 
 
 def test_a_round_by_hand_gives_the_same_uploads(config, tmp_path, monkeypatch) -> None:
-    """No run's folder is there, and nothing is left in the folder of the process."""
+    """Train with and without client hosts; neither leaves a file in the working folder."""
     monkeypatch.chdir(tmp_path)
-    found = []
+    rounds = []
     for free in (2**40, 0):
         monkeypatch.setattr("coterie.engines.local.free_memory", lambda free=free: free)
         local = joined(config())
         uploads = [one_round(local, round) for round in range(2)]
-        found.append([{n: m.encode() for n, m in sent.items()} for sent in uploads])
+        rounds.append([{n: m.encode() for n, m in sent.items()} for sent in uploads])
         spilled = local.folder.path
         assert (spilled / STATES).exists() == (free == 0)
         del local
         assert not spilled.exists()
-    assert found[0] == found[1]
+    assert rounds[0] == rounds[1]
     assert list(tmp_path.iterdir()) == []
 
 
 def many(config: Any, texts: Path, folder: Path, count: int) -> RunConfig:
-    """A run of so many clients with the same text."""
+    """Return a run of several clients that have the same text."""
     names = [f"client-{number:02d}" for number in range(count)]
     for name in names:
         shutil.copy(texts / "poet.txt", folder / f"{name}.txt")
@@ -80,8 +80,8 @@ def many(config: Any, texts: Path, folder: Path, count: int) -> RunConfig:
     return config(method="fedavg", clients=clients, data_root=str(folder), rounds=2)
 
 
-@pytest.mark.parametrize(("room", "loaded"), [(20, 0), (8, 12 + 13 + 13), (0, 19 + 20 + 20)])
-def test_free_memory_limits_clients(room, loaded, config, texts, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(("free", "loaded"), [(8, 0), (3, 5 + 6 + 6), (0, 7 + 8 + 8)])
+def test_free_memory_limits_clients(free, loaded, config, texts, tmp_path, monkeypatch) -> None:
     alive: WeakSet[ClientHost] = WeakSet()
     most, loads, written = 0, 0, Counter[str]()
     init, newest, write = ClientHost.__init__, NewStates.newest, StateFile.write
@@ -101,16 +101,16 @@ def test_free_memory_limits_clients(room, loaded, config, texts, tmp_path, monke
         written[name] += 1
         return write(folder, name, data)
 
-    run = many(config, texts, tmp_path, 20)
+    run = many(config, texts, tmp_path, 8)
     size = joined(run).clients["client-00"].state().nbytes
     # A client in training has parameters, gradients and two moments. Clients get an eighth.
-    monkeypatch.setattr("coterie.engines.local.free_memory", lambda: (room + 1) * 8 * 4 * size - 1)
+    monkeypatch.setattr("coterie.engines.local.free_memory", lambda: (free + 1) * 8 * 4 * size - 1)
     monkeypatch.setattr(ClientHost, "__init__", counted)
     monkeypatch.setattr(NewStates, "newest", load)
     monkeypatch.setattr(StateFile, "write", written_once)
     coterie.run(run, out=tmp_path / "run")
-    assert most <= max(1, room) + (room < 20)  # one is created before another is removed
-    # Two rounds and the last download; with room for eight clients, seven stay in memory.
+    assert most <= max(1, free) + (free < 8)  # one is created before another is removed
+    # Two rounds and the last download; with space for three clients, two stay in memory.
     assert loads == loaded
     # Each state is written once.
     states = {name: n for name, n in written.items() if name.startswith("states/client-")}

@@ -46,26 +46,26 @@ def kinds(lines: list[str]) -> set[str]:
 
 
 def test_a_run_that_begins_tells_of_all_clients(run, tmp_path) -> None:
-    told, compared = Told(), []
-    coterie.run(run, out=tmp_path / "run", callbacks=[told])
-    assert {OWN, SHARED} <= kinds(told.lines)
+    reports, compared = Told(), []
+    coterie.run(run, out=tmp_path / "run", callbacks=[reports])
+    assert {OWN, SHARED} <= kinds(reports.lines)
     coterie.compare(run, ["local"], out=tmp_path / "compare", report=compared.append)
-    assert compared == [*told.lines, "Run 1 of 1: local-seed0"]
+    assert compared == [*reports.lines, "Run 1 of 1: local-seed0"]
 
 
-def test_a_clients_process_tells_of_its_own_texts_and_sends_nothing_of_them(run, tmp_path) -> None:
-    told: dict[str, list[str]] = {"poet": [], "whaler": []}
+def test_a_client_warns_of_its_own_texts_and_sends_nothing(run, tmp_path) -> None:
+    warnings: dict[str, list[str]] = {"poet": [], "whaler": []}
 
     def worker(name: str) -> Worker:
-        def seen(what: str, value: Any) -> None:
-            if what == "warning":
-                told[name].append(value)
+        def seen(kind: str, value: Any) -> None:
+            if kind == "warning":
+                warnings[name].append(value)
 
         return Worker(site(run, name, tmp_path), seen)
 
-    loop = Loop({name: worker(name) for name in told})
+    loop = Loop({name: worker(name) for name in warnings})
     server(run, tmp_path / "server", loop).rounds()
-    assert OWN in kinds(told["poet"])
-    assert OWN not in kinds(told["whaler"])  # it cannot know the poet's text
-    assert SHARED not in kinds(told["poet"] + told["whaler"])
+    assert OWN in kinds(warnings["poet"])
+    assert OWN not in kinds(warnings["whaler"])  # it cannot know the poet's text
+    assert SHARED not in kinds(warnings["poet"] + warnings["whaler"])
     assert not any(b"coterie data" in message for message in loop.seen)

@@ -1,6 +1,7 @@
 """A client that diverges: its round goes on without it, and it keeps the state from before."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import diverging
@@ -54,21 +55,21 @@ def test_a_round_goes_on_without_a_client_that_diverges(method, last, broken, tm
 
 
 def test_the_client_keeps_its_state_from_before_the_round(broken, tmp_path) -> None:
-    """Of the last round, so that nothing else happens to it; the others' states change."""
+    """Let a client diverge in the last round, so that its state does not change afterwards."""
     run = broken("comigs-1g1s", rounds=2, evaluation={"keep": "last"})
-    found = RunFolder(coterie.run(run, out=tmp_path / "whole").path)
+    whole = RunFolder(coterie.run(run, out=tmp_path / "whole").path)
     with pytest.raises(KeyboardInterrupt):
         coterie.run(run, out=tmp_path / "before", callbacks=[StopAfter()])
     before = RunFolder(tmp_path / "before")
-    mine, earlier = (folder.load(f"client-{WHO}") for folder in (found, before))
+    after, earlier = (folder.load(f"client-{WHO}") for folder in (whole, before))
     private = {part.name for part in _parts(run) if not run.method.shared(part)}
     assert private
     for name in private:
-        assert torch.equal(mine["adapter"][name], earlier["adapter"][name])
-    assert_equal(mine.parts["training"], earlier.parts["training"], WHO)
-    theirs, before_it = (f.load("client-diarist").parts["training"] for f in (found, before))
+        assert torch.equal(after["adapter"][name], earlier["adapter"][name])
+    assert_equal(after.parts["training"], earlier.parts["training"], WHO)
+    after_it, before_it = (f.load("client-diarist").parts["training"] for f in (whole, before))
     with pytest.raises(AssertionError):
-        assert_equal(theirs, before_it, "diarist")
+        assert_equal(after_it, before_it, "diarist")
 
 
 def _parts(run: coterie.RunConfig) -> list[Any]:
@@ -109,16 +110,21 @@ def test_numbers_in_an_upload_that_are_not_finite_exclude_it(value, config, tmp_
     assert result["left_out"] == {WHO: {str(ROUND + 1): FAULT_MESSAGES["diverged"]}}
 
 
-def test_a_server_s_own_model_that_diverges_is_a_sentence(teachers, tmp_path, monkeypatch) -> None:
+def spoil_distillation(when: Callable[[str, int], bool], monkeypatch: Any) -> None:
+    """Replace the adapter of a side with NaN before it distils in a round."""
     original = Distiller.distil
 
     def distil(self: Distiller, round: int) -> float:
-        if self.context.name == "server":
+        if when(self.context.name, round):
             for part in self.adapter.parameters().values():
                 part.tensor.data.fill_(torch.nan)
         return original(self, round)
 
     monkeypatch.setattr(Distiller, "distil", distil)
+
+
+def test_a_server_s_own_model_that_diverges_is_a_sentence(teachers, tmp_path, monkeypatch) -> None:
+    spoil_distillation(lambda side, _: side == "server", monkeypatch)
     run = teachers(rounds=1)
     why = "The loss of 'server' is not finite on the public samples; a lower "
     with pytest.raises(Diverged, match=why):
@@ -130,15 +136,7 @@ def test_a_server_s_own_model_that_diverges_is_a_sentence(teachers, tmp_path, mo
 
 
 def test_a_client_diverging_at_the_end_keeps_its_model(teachers, tmp_path, monkeypatch) -> None:
-    original = Distiller.distil
-
-    def distil(self: Distiller, round: int) -> float:
-        if (self.context.name, round) == (WHO, 1):
-            for part in self.adapter.parameters().values():
-                part.tensor.data.fill_(torch.nan)
-        return original(self, round)
-
-    monkeypatch.setattr(Distiller, "distil", distil)
+    spoil_distillation(lambda side, round: (side, round) == (WHO, 1), monkeypatch)
     run = teachers(rounds=1)
     local = RunFolder(coterie.run(run, out=tmp_path / "local").path)
     assert result_of(local)["left_out"] == {WHO: {"1": AT_THE_END}}

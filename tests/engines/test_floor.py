@@ -34,12 +34,11 @@ def choices(values, tmp_path) -> dict[str, Any]:
 def test_run_and_compare_show_what_the_commonest_answer_scores(choices, tmp_path) -> None:
     naive = TEST.count(max(set(TRAIN), key=TRAIN.count)) / len(TEST)
     assert naive == 0.375
-    run = coterie.run(choices, out=tmp_path / "run")
-    table = run.table()
+    table = coterie.run(choices, out=tmp_path / "run").table()
     assert table.columns[-1] == COMMONEST
     assert [row[-1] for row in table.rows[:2]] == ["37.50", "37.50"]
-    found = coterie.compare(choices, ["pretrained", "centralized"], out=tmp_path / "compare")
+    comparison = coterie.compare(choices, ["pretrained", "centralized"], out=tmp_path / "compare")
     last = json.loads((tmp_path / "compare" / "compare.json").read_text())[-1]
     assert last["method"] == COMMONEST
     assert last["clients"] == {"ada": naive, "ben": naive}
-    assert found.table().rows[-1][:4] == [COMMONEST, "37.50", "37.50", "37.50"]
+    assert comparison.table().rows[-1][:4] == [COMMONEST, "37.50", "37.50", "37.50"]

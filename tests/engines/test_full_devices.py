@@ -51,14 +51,15 @@ class Full:
     Args:
         place: The function's dotted path.
         monkeypatch: The test's fixture.
+        full: The number of the call that runs out of memory, counted from 1.
     """
 
-    def __init__(self, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, place: str, monkeypatch: pytest.MonkeyPatch, full: int = 0) -> None:
         parent, _, name = place.rpartition(".")
         module, _, kind = parent.rpartition(".")
         owner: Any = getattr(import_module(module), kind) if kind[0].isupper() else None
         self.function = getattr(owner or import_module(parent), name)
-        self.calls, self.full = 0, -1
+        self.calls, self.full = 0, full
 
         def call(*arguments: Any, **options: Any) -> Any:
             self.calls += 1
@@ -68,14 +69,9 @@ class Full:
 
         monkeypatch.setattr(place, call)
 
-    def in_the_middle(self) -> None:
-        """Reset the count, and let the middle one of the same number of calls run out of memory."""
-        self.calls, self.full = 0, self.calls // 2 + 1
 
-
-def run_of(task: str, config: Callable[..., RunConfig], questions: Path) -> tuple[RunConfig, str]:
-    """Return a run, and a function that a task of the run calls."""
-    method, place = PLACES[task]
+def run_of(task: str, config: Callable[..., RunConfig], questions: Path) -> RunConfig:
+    """Return a run in which a task calls its function."""
     changes: dict[str, Any] = {"evaluation": {"every": 1}}
     if task == "generation":
         changes = {
@@ -84,64 +80,83 @@ def run_of(task: str, config: Callable[..., RunConfig], questions: Path) -> tupl
             "clients": [{"name": n, "path": f"{n}.jsonl"} for n in ("diarist", "poet")],
             "evaluation": {"every": 1, "generate": 2},
         }
-    run = config(method=method, rounds=3, **changes)
+    run = config(method=PLACES[task][0], rounds=2, **changes)
     if task == "upload":
-        data = run.data.model_copy(update={"public": "poet.txt"})
-        run = run.model_copy(update={"data": data})
-    return run, f"coterie.{place}"
+        run = run.model_copy(update={"data": run.data.model_copy(update={"public": "poet.txt"})})
+    return run
+
+
+Case = tuple[RunConfig, RunFolder, Full]
+
+
+@pytest.fixture(scope="module")
+def whole(config, questions, tmp_path_factory) -> Callable[[str], tuple[RunConfig, RunFolder, int]]:
+    """The undisturbed run of a task, made once, and the number of calls of the task's function."""
+    runs = {task: run_of(task, config, questions) for task in PLACES}
+    made: dict[str, tuple[RunConfig, RunFolder, int]] = {}
+
+    def make(task: str) -> tuple[RunConfig, RunFolder, int]:
+        if task not in made:
+            equal = [other for other in PLACES if runs[other] == runs[task]]
+            with pytest.MonkeyPatch.context() as patch:
+                counts = {other: Full(f"coterie.{PLACES[other][1]}", patch) for other in equal}
+                done = coterie.run(runs[task], out=tmp_path_factory.mktemp("whole") / "run")
+            for other, count in counts.items():
+                made[other] = runs[task], RunFolder(done.path), count.calls
+        return made[task]
+
+    return make
+
+
+@pytest.fixture
+def case(task, whole, monkeypatch) -> Case:
+    """A task's undisturbed run, and its function, whose middle call has too little memory."""
+    run, expected, calls = whole(task)
+    return run, expected, Full(f"coterie.{PLACES[task][1]}", monkeypatch, calls // 2 + 1)
 
 
 @pytest.mark.parametrize("task", PLACES)
-def test_a_run_goes_on_after_a_full_device(task, config, questions, tmp_path, monkeypatch) -> None:
-    run, place = run_of(task, config, questions)
-    full = Full(place, monkeypatch)
-    whole = coterie.run(run, out=tmp_path / "whole")
-    full.in_the_middle()
+def test_a_run_goes_on_after_a_full_device(task, case: Case, tmp_path) -> None:
+    run, expected, _ = case
     with pytest.raises(CoterieError, match=f"^The GPU has too little memory for {MESSAGES[task]}"):
         coterie.run(run, out=tmp_path / "run")
     complete = RunFolder(tmp_path / "run").turns()
     resumed = coterie.resume(tmp_path / "run")
     assert 0 < complete < run.exchanges
-    assert_same_states(RunFolder(resumed.path), RunFolder(whole.path))
+    assert_same_states(RunFolder(resumed.path), expected)
 
 
-CLIENTS = [task for task in PLACES if task not in ("contributions", "aggregation")]
+SERVER = ["contributions", "aggregation"]
 
 
-@pytest.mark.parametrize("task", CLIENTS)
+@pytest.mark.parametrize("task", [task for task in PLACES if task not in SERVER])
 def test_a_client_with_a_full_device_repeats_the_round(
-    task, config, questions, tmp_path, monkeypatch, caplog
+    task, case: Case, tmp_path, monkeypatch, caplog
 ) -> None:
     monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
-    run, place = run_of(task, config, questions)
-    full = Full(place, monkeypatch)
-    local = coterie.run(run, out=tmp_path / "local")
-    full.in_the_middle()
+    run, expected, full = case
     deploy(run, tmp_path)
     assert full.calls > full.full
     assert [r for r in caplog.records if "The GPU has too little memory for" in r.getMessage()]
-    assert_as_local(run, tmp_path, RunFolder(local.path))
+    assert_as_local(run, tmp_path, expected)
 
 
-@pytest.mark.parametrize("task", ["contributions", "aggregation"])
-def test_a_server_that_was_full_continues(task, config, questions, tmp_path, monkeypatch) -> None:
-    run, place = run_of(task, config, questions)
-    full = Full(place, monkeypatch)
-    local = coterie.run(run, out=tmp_path / "local")
-    full.in_the_middle()
+@pytest.mark.parametrize("task", SERVER)
+def test_a_server_that_was_full_continues(task, case: Case, tmp_path) -> None:
+    run, expected, _ = case
     network = Loop(workers(run, tmp_path))
     with pytest.raises(CoterieError, match=MESSAGES[task]):
         server(run, tmp_path / "server", network).rounds()
     network.pending.clear()
     server(run, tmp_path / "server", network).rounds()
-    assert_as_local(run, tmp_path, RunFolder(local.path))
+    assert_as_local(run, tmp_path, expected)
 
 
 def test_a_deployed_client_that_cannot_hold_the_base_leaves(config, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("coterie.deployment.server.GRACE", 0.0)
     run = config(method="fedavg", rounds=2, deployment={"quorum": 2, "deadline": 60})
     place = "coterie.bases.loading.AutoModelForCausalLM.from_pretrained"
-    Full(place, monkeypatch).full = 2
+    Full(place, monkeypatch, 2)
     network = Loop(workers(run, tmp_path))
     server(run, tmp_path / "server", network).rounds()
     [error] = [worker.error for worker in network.workers.values() if worker.error]

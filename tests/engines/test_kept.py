@@ -35,16 +35,16 @@ MOMENTS = {"exp_avg", "exp_avg_sq", "step"}
 
 
 def naive_rounds(run: RunConfig) -> dict[str, list[tuple[float, float]]]:
-    """What each client's models are ranked by, the base as it came and after every round."""
+    """Return the values that rank each client's models: of its base, and after every round."""
     local = joined(run)
     aggregated = run.method.reports == "aggregated" and bool(local.schema.down)
-    found: dict[str, list[tuple[float, float]]] = {}
+    ranks: dict[str, list[tuple[float, float]]] = {}
 
     def note(name: str) -> None:
-        one = local.clients.host(name)
-        text, window = one.participant.data.validation, run.data.window
-        ranked = found.setdefault(name, [naive_order(one.base, bare(one.base), text, window)])
-        ranked.append(naive_order(one.base, local.clients[name].model(), text, window))
+        client = local.clients.host(name)
+        text, window = client.participant.data.validation, run.data.window
+        ranked = ranks.setdefault(name, [naive_order(client.base, bare(client.base), text, window)])
+        ranked.append(naive_order(client.base, local.clients[name].model(), text, window))
 
     for turn in map(run.turn, range(run.exchanges)):
         local.open(turn, sorted(local.clients))
@@ -62,7 +62,7 @@ def naive_rounds(run: RunConfig) -> dict[str, list[tuple[float, float]]]:
         take(local)
         for name in local.clients:
             note(name)
-    return found
+    return ranks
 
 
 @pytest.mark.parametrize("method", each_method({"local"}))
@@ -76,8 +76,7 @@ def test_the_best_of_all_rounds_is_kept(method, values, teachers, tmp_path) -> N
         return
     ranked = naive_rounds(run)
     assert result["kept"] == {name: of.index(min(of)) for name, of in ranked.items()}
-    session = Session(run)
-    for participant in session.participants(run):
+    for participant in Session(run).participants(run):
         base, (_, best) = participant.base, min(ranked[participant.name])
         assert base is not None
         model, text = done.model(participant.name), participant.data.validation
@@ -90,9 +89,10 @@ def test_the_best_of_all_rounds_is_kept(method, values, teachers, tmp_path) -> N
 def whole(config, tmp_path_factory) -> RunFolder:
     """A run that nothing happened to, with kept models of different rounds, the last among them.
 
-    Which rounds are good is chance, and not the same on every kind of processor.
+    Which rounds are good is chance, and not the same on every kind of processor. The first seed
+    has such a run on some of them.
     """
-    for seed in range(20):
+    for seed in (11, *range(20)):
         done = coterie.run(trained(config, seed=seed), out=tmp_path_factory.mktemp("whole") / "run")
         rounds = set(done.results["comigs-1g1s"]["kept"].values())
         if min(rounds) < ROUNDS in rounds:
@@ -102,13 +102,13 @@ def whole(config, tmp_path_factory) -> RunFolder:
 
 @pytest.fixture(scope="module")
 def again(config, whole) -> Callable[..., RunConfig]:
-    """The same run, but for what is changed."""
+    """Repeat the run with some changes."""
     return partial(trained, config, seed=whole.description["config"]["seed"])
 
 
 @pytest.mark.parametrize("file", some({"client-whaler"}, ["kept-poet", "client-whaler"]))
 def test_a_killed_run_keeps_the_same_models(file, again, whole, tmp_path, monkeypatch) -> None:
-    """After the best model of one client, not of all, is written."""
+    """Kill a run after the best model of only one client is written."""
     calls = itertools.count(1)
 
     def hit(source: Any, path: Path) -> bool:
@@ -140,16 +140,15 @@ def test_a_deployed_client_keeps_the_same_and_tells_nobody(again, whole, tmp_pat
 
 
 def test_a_round_that_did_not_count_is_not_kept(config, tmp_path) -> None:
-    """The poet's work in the third round comes to nothing: its best model is of another."""
-    quorum = {"quorum": 2, "deadline": 0.001}
-    run = config(method="local", rounds=3, deployment=quorum)
+    """Discard the poet's third round, so that its best model is one of another round."""
+    run = config(method="local", rounds=3, deployment={"quorum": 2, "deadline": 0.001})
     assert coterie.run(run, out=tmp_path / "run").results["local"]["kept"]["poet"] == 3
     loop.deploy(run, tmp_path, lose=lambda name, order: (name, order.turn) == ("poet", 2))
-    mine = loop.folder(run, tmp_path, "poet")
-    kept, before = mine.load("kept-poet"), RunFolder(tmp_path / "run")
-    assert (mine.result or {})["kept"] == {"poet": 2}
+    own = loop.folder(run, tmp_path, "poet")
+    kept, before = own.load("kept-poet"), RunFolder(tmp_path / "run")
+    assert (own.result or {})["kept"] == {"poet": 2}
     assert kept.values["round"] == 2
-    last = mine.load("client-poet")
+    last = own.load("client-poet")
     without_moments = replace(last, parts={"training": State()})
     assert last.parts["training"].parts["joint"].groups.keys() == MOMENTS
     loop.assert_equal(kept.parts["side"], without_moments, "poet")
@@ -196,7 +195,7 @@ def test_who_does_not_gain_keeps_the_base_as_it_came(method, config, tmp_path) -
 
 
 class Shown(Callback):
-    """What was logged."""
+    """A callback that collects logged lines."""
 
     def __init__(self) -> None:
         self.jumps: list[tuple[str | None, int]] = []
@@ -242,8 +241,7 @@ def test_the_kept_model_is_scored_at_most_once(again, whole, tmp_path, monkeypat
     participants = Session(run).participants(run)
     names = {p.data.test.ids.numpy().tobytes(): p.name for p in participants}
     monkeypatch.setattr(part, "evaluate", counted)
-    done = coterie.run(run, out=tmp_path / "run")
-    kept = done.results["comigs-1g1s"]["kept"]
+    kept = coterie.run(run, out=tmp_path / "run").results["comigs-1g1s"]["kept"]
     assert kept == (whole.result or {})["kept"]
     # The trained and the aggregated model of the last round; and another, if that is better.
     assert scored == {name: 2 + (round < ROUNDS) for name, round in kept.items()}
@@ -286,7 +284,7 @@ def test_a_pooled_run_keeps_one_model_by_all_validation_texts(config, tmp_path) 
 
 
 def test_so_many_validation_samples_choose(config, tmp_path) -> None:
-    """Losses of one window and of all differ, and each is the mean of its own."""
+    """Compare losses of one window and of all windows with their means."""
     for count in (1, 1000):
         run = config(method="local", rounds=1, evaluation={"validation_samples": count, "batch": 3})
         done = coterie.run(run, out=tmp_path / str(count))

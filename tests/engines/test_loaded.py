@@ -1,4 +1,4 @@
-"""What is done with loaded models: each works as with a plain model, or refuses in a sentence."""
+"""Each operation works on a loaded model as on a plain one, or is refused with one sentence."""
 
 import copy
 import io
@@ -42,8 +42,7 @@ def make(values, bases, tmp_path_factory) -> Make:
             settings = {"method": {"name": method} | METHODS[method], "training": training}
             folder = base if embedded else str(bases / base)
             run = values(base=folder, rounds=2, evaluation={"keep": "last"}, **settings)
-            done = coterie.run(run, out=path)
-            made[method, base] = Finished(method, run["base"], done.path)
+            made[method, base] = Finished(method, run["base"], coterie.run(run, out=path).path)
         return made[method, base]
 
     return run
@@ -60,12 +59,12 @@ def run(request, make: Make) -> Finished:
     return make(*request.param)
 
 
-def near(found: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
+def near(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
 
 
 def test_the_model_is_far_from_its_base(run: Finished) -> None:
-    """So that what follows can fail."""
+    """Check that comparisons with the base can fail."""
     assert run.change > 0.02
     model = run.load()
     assert isinstance(model, PeftModel if run.prompt else PreTrainedModel)
@@ -83,9 +82,14 @@ def test_a_saved_model_loads_as_itself_or_is_not_saved(run: Finished, tmp_path) 
         with pytest.raises(ValueError, match="does not support prompt learning"):
             AutoModelForCausalLM.from_pretrained(out)
     else:
-        for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.half()):
+        for copied in (
+            model,
+            copy.deepcopy(model),
+            pickle.loads(pickle.dumps(model)),
+            model.half(),
+        ):
             with pytest.raises(CoterieError, match=EXPERTS):
-                one.save_pretrained(out)
+                copied.save_pretrained(out)
         compiled: Any = torch.compile(model)
         with pytest.raises(CoterieError, match=EXPERTS):
             compiled.save_pretrained(out)
@@ -191,7 +195,7 @@ COMPILED = [
 
 @pytest.mark.parametrize(
     ("method", "base", "backend"),
-    [pytest.param(*one, marks=marks(one, (), COMPILED[:1] + COMPILED[2:3])) for one in COMPILED],
+    [pytest.param(*case, marks=marks(case, (), COMPILED[:1] + COMPILED[2:3])) for case in COMPILED],
 )
 def test_a_compiled_model_computes_the_same(method, base, backend, make: Make) -> None:
     run = make(method, base)
@@ -206,19 +210,19 @@ def test_without_gradients_nothing_is_kept(run: Finished) -> None:
     model = run.load()
     for context in (torch.no_grad, torch.inference_mode):
         with context():
-            found = model(IDS).logits
-        assert not found.requires_grad
-        near(found[:, -7:], run.logits)
-    found = model.requires_grad_(False)(IDS).logits
-    assert not found.requires_grad
-    near(found[:, -7:], run.logits)
+            actual = model(IDS).logits
+        assert not actual.requires_grad
+        near(actual[:, -7:], run.logits)
+    actual = model.requires_grad_(False)(IDS).logits
+    assert not actual.requires_grad
+    near(actual[:, -7:], run.logits)
 
 
 def test_greedy_and_beams_are_as_by_hand(run: Finished) -> None:
     model = run.load()
     assert torch.equal(generated(model, IDS, 5), greedy(model, IDS, 5))
-    found = generated(model, IDS[:1], 4, num_beams=3)
-    assert found[0].tolist() == beam(model, IDS[0].tolist(), 3, 4)
+    actual = generated(model, IDS[:1], 4, num_beams=3)
+    assert actual[0].tolist() == beam(model, IDS[0].tolist(), 3, 4)
 
 
 SHORT = 4
@@ -226,7 +230,7 @@ SHORT = 4
 
 
 def padded(before: bool) -> tuple[Tensor, Tensor]:
-    """IDS, the first row cut to its first SHORT tokens and padded with 0, and the mask."""
+    """Cut the first row of IDS to SHORT tokens, pad it with 0, and return it with its mask."""
     ids, mask = IDS.clone(), torch.ones_like(IDS)
     ids[0], mask[0], length = 0, 0, IDS.shape[1]
     where = slice(length - SHORT, length) if before else slice(0, SHORT)
@@ -238,11 +242,11 @@ def test_padding_before_texts_does_not_change_what_is_written(run: Finished) -> 
     model = run.load()
     ids, mask = padded(before=True)
     more: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True}
-    found: Any = generated(model, ids, 5, attention_mask=mask, **more)
+    actual: Any = generated(model, ids, 5, attention_mask=mask, **more)
     alone = greedy(model, IDS[:1, :SHORT], 5), greedy(model, IDS[1:], 5)
-    assert torch.equal(found.sequences[:1, -SHORT - 5 :], alone[0])
-    assert torch.equal(found.sequences[1:], alone[1])
-    read = torch.stack(found.logits, dim=1)
+    assert torch.equal(actual.sequences[:1, -SHORT - 5 :], alone[0])
+    assert torch.equal(actual.sequences[1:], alone[1])
+    read = torch.stack(actual.logits, dim=1)
     near(read[0], logits(model, alone[0])[0, -6:-1])
     near(read[1], logits(model, alone[1])[0, -6:-1])
 
@@ -250,9 +254,9 @@ def test_padding_before_texts_does_not_change_what_is_written(run: Finished) -> 
 def test_padding_does_not_change_logits(run: Finished) -> None:
     model = run.load()
     ids, mask = padded(before=False)
-    found = logits(model, ids, attention_mask=mask)
-    near(found[0, :SHORT], logits(model, IDS[:1, :SHORT])[0])
-    near(found[1], run.logits[1])
+    actual = logits(model, ids, attention_mask=mask)
+    near(actual[0, :SHORT], logits(model, IDS[:1, :SHORT])[0])
+    near(actual[1], run.logits[1])
     ids, mask = padded(before=True)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     if run.prompt:
@@ -260,9 +264,9 @@ def test_padding_does_not_change_logits(run: Finished) -> None:
             with pytest.raises(CoterieError, match="no padding before a text, no position_ids"):
                 model(ids, **wrong)
         return
-    found = logits(model, ids, attention_mask=mask, position_ids=positions)
-    near(found[0, -SHORT:], logits(model, IDS[:1, :SHORT])[0])
-    near(found[1], run.logits[1])
+    actual = logits(model, ids, attention_mask=mask, position_ids=positions)
+    near(actual[0, -SHORT:], logits(model, IDS[:1, :SHORT])[0])
+    near(actual[1], run.logits[1])
 
 
 def test_a_cache_that_is_passed_on_by_hand(run: Finished) -> None:
@@ -284,12 +288,12 @@ def test_drafts_do_not_change_what_is_written(run: Finished) -> None:
         (plain, IDS[:1], {"assistant_model": model}, "as another model's assistant"),
         (model, twice, {"prompt_lookup_num_tokens": 2}, "with prompt lookup"),
     )
-    for one, ids, options, refused in calls:
+    for wrapped, ids, options, refused in calls:
         if run.prompt:
             with pytest.raises(CoterieError, match=f"cannot generate {refused}"):
-                generated(one, ids, 6, **options)
+                generated(wrapped, ids, 6, **options)
         else:
-            assert torch.equal(generated(one, ids, 6, **options), greedy(one, ids, 6))
+            assert torch.equal(generated(wrapped, ids, 6, **options), greedy(wrapped, ids, 6))
 
 
 def test_other_caches_and_embeddings(run: Finished) -> None:
@@ -305,8 +309,7 @@ def test_other_caches_and_embeddings(run: Finished) -> None:
         return
     assert torch.equal(generated(model, IDS, 3, cache_implementation="static"), wanted)
     options = {**GREEDY, "attention_mask": torch.ones_like(IDS), "max_new_tokens": 3}
-    found = model.generate(inputs_embeds=embeddings, **options)
-    assert torch.equal(found, wanted[:, -3:])
+    assert torch.equal(model.generate(inputs_embeds=embeddings, **options), wanted[:, -3:])
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -321,8 +324,7 @@ def test_a_pipeline_writes_the_same(run: Finished, batch: int, caplog) -> None:
     assert "is not supported" not in caplog.text
     texts = ["I sing of the", "Some"]
     options = {"return_full_text": False, "batch_size": batch, "do_sample": False}
-    found = write(texts, max_new_tokens=5, eos_token_id=-1, pad_token_id=0, **options)
-    for text, [one] in zip(texts, found, strict=True):
+    actual = write(texts, max_new_tokens=5, eos_token_id=-1, pad_token_id=0, **options)
+    for text, [answer] in zip(texts, actual, strict=True):
         ids = words(text, return_tensors="pt")["input_ids"]
-        new = greedy(model, ids, 5)[0, ids.shape[1] :]
-        assert one["generated_text"] == words.decode(new)
+        assert answer["generated_text"] == words.decode(greedy(model, ids, 5)[0, ids.shape[1] :])

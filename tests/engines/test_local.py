@@ -63,8 +63,7 @@ def test_a_killed_run_has_the_same_bits(at, count, every, values, undisturbed, t
     arguments = [sys.executable, "-c", KILLED, at, str(count), str(run), str(out)]
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    killed = subprocess.run(arguments, env=environment, timeout=120)
-    assert killed.returncode == -9
+    assert subprocess.run(arguments, env=environment, timeout=120).returncode == -9
     assert not (out / "result.json").exists()
     resumed = coterie.resume(out)
     assert_same_states(RunFolder(out), RunFolder(undisturbed))
@@ -167,8 +166,7 @@ def test_each_client_in_a_process_of_its_own(values, config, undisturbed, tmp_pa
         start(name)
     run = config()
     # The server needs no weights and no text: names and shapes are enough.
-    skeleton = load_skeleton(run.base)
-    context = ServerContext(0, skeleton, tuple(names), lambda *_: None, run.training)
+    context = ServerContext(0, load_skeleton(run.base), tuple(names), lambda *_: None, run.training)
     server, schema = run.method.server(context), run.method.schema()
     exchange = Exchange(tmp_path, Pipeline((), schema, 1), schema, run.aggregation, strict=True)
     value = server.initial()
@@ -228,8 +226,7 @@ def test_windows_of_the_same_text_have_one_name(config, tmp_path) -> None:
 def test_one_base_in_memory(config) -> None:
     run = config()
     session = Session(run)
-    participants = session.participants(run)
-    local = local_run(run, session.base, participants, RunFolder(Path()))
+    local = local_run(run, session.base, session.participants(run), RunFolder(Path()))
     frozen = {p.data_ptr() for p in session.base.model.parameters()}
     for client in local.clients.values():
         model = client.model()
@@ -252,8 +249,7 @@ def test_a_steps_gradient_is_no_longer_than_asked_for(config, tmp_path, monkeypa
     for clip in (None, 1e-3, 1e3):
         gradients.clear()
         training = {"steps": 1, "batch": 2, "precision": "fp32", "max_grad_norm": clip}
-        run = config(method="local", rounds=1, training=training)
-        coterie.run(run, out=tmp_path / str(clip))
+        coterie.run(config(method="local", rounds=1, training=training), out=tmp_path / str(clip))
         firsts.append(gradients[0])
     free, clipped, short = firsts
     assert free.norm() > 1e-3

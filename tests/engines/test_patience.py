@@ -24,7 +24,7 @@ PLUGIN = Path(__file__).parents[2] / "examples" / "transforms" / "masked_sum.py"
 
 @pytest.mark.parametrize(("method", "rate"), [("comigs-1g1s", 30.0), ("fedavg", 5.0)])
 def test_a_client_that_gains_no_more_stops(method, rate, config, tmp_path) -> None:
-    """By hand: after so many comparisons in a row without a gain it is in no round."""
+    """Compare the participants of each round with a naive implementation."""
     settings = {"patience": 1}
     training = HIGH | {"learning_rate": rate}
     for seed in range(20):  # which clients gain is chance, and differs between processors
@@ -51,18 +51,20 @@ def test_a_client_that_gains_no_more_stops(method, rate, config, tmp_path) -> No
 
 
 def stopping(run: RunConfig):
-    """Who takes part in each round, each one's losses from the base's on, and the sides after it;
-    with a patience of one."""
+    """Return the participants of each round, all losses from the base's on, and the local engine.
+
+    The patience is 1.
+    """
     local = joined(run)
     aggregated = run.method.reports == "aggregated"
     losses: dict[str, list[float]] = {}
     present: list[list[str]] = []
 
     def compare(name: str) -> None:
-        one, window = local.clients.host(name), run.data.window
-        text = one.participant.data.validation
-        of = losses.setdefault(name, [naive_loss(one.base, bare(one.base), text, window)])
-        of.append(naive_loss(one.base, local.clients[name].model(), text, window))
+        client, window = local.clients.host(name), run.data.window
+        text = client.participant.data.validation
+        of = losses.setdefault(name, [naive_loss(client.base, bare(client.base), text, window)])
+        of.append(naive_loss(client.base, local.clients[name].model(), text, window))
 
     def gains(name: str) -> bool:
         of = losses.get(name, [])
@@ -111,9 +113,9 @@ def test_deployed_clients_stop_as_in_the_local_engine(config, patient, tmp_path)
     replies = [
         data for data in network.seen if b'"kind": "step"' in data and b"counted" not in data
     ]
-    said = [unseal(Reply, data)[0].client for data in replies if b'"stops": true' in data]
-    assert sorted(said) == sorted({*said})
-    assert said
+    stopped = [unseal(Reply, data)[0].client for data in replies if b'"stops": true' in data]
+    assert sorted(stopped) == sorted({*stopped})
+    assert stopped
 
 
 def test_a_run_ends_when_all_have_stopped(config, tmp_path) -> None:
@@ -133,7 +135,7 @@ def test_a_run_ends_when_all_have_stopped(config, tmp_path) -> None:
 
 
 def test_a_quorum_that_has_stopped_waits_for_nobody_for_ever(config, tmp_path, monkeypatch) -> None:
-    """The whaler leaves for good; the two others stop, and the run ends."""
+    """Remove the whaler for good, and let both other clients stop; the run then ends."""
     monkeypatch.setattr(engine, "GRACE", 0.0)
     deployment = {"quorum": 2, "deadline": 0.001}
     run = config(
@@ -152,8 +154,10 @@ def test_a_kept_round_that_a_client_tells_is_a_number_of_rounds(value) -> None:
 
 
 def test_who_comes_late_has_as_much_patience(config, tmp_path) -> None:
-    """Rounds before a client's first are not held against it: it takes part in two at least,
-    whose model is compared when the second begins."""
+    """Check that a client may take part in at least two rounds.
+
+    Its first model is compared when the second of these rounds begins.
+    """
     training = HIGH | {"learning_rate": 1e-6}
     rules = {"evaluation": {"patience": 2}, "deployment": {"quorum": 2}}
     run = config(method="fedavg", rounds=5, training=training, **rules)
@@ -161,8 +165,7 @@ def test_who_comes_late_has_as_much_patience(config, tmp_path) -> None:
     network = loop.deploy(run, tmp_path, away={"whaler"}, events=late)
     first = min(o.turn for name, o in network.orders if (name, o.kind) == ("whaler", "step"))
     assert first > 1
-    kept = loop.folder(run, tmp_path, "whaler").load("kept-whaler").values
-    assert kept["since"] >= first
+    assert loop.folder(run, tmp_path, "whaler").load("kept-whaler").values["since"] >= first
 
 
 def test_patience_needs_a_best_model() -> None:
@@ -172,7 +175,7 @@ def test_patience_needs_a_best_model() -> None:
 
 @pytest.mark.parametrize("free", [0, 2**40])
 def test_patience_does_not_count_phases(free, config, tmp_path, monkeypatch) -> None:
-    """With a phase before and a phase after training, twelve turns are four rounds."""
+    """Count four rounds in twelve turns, with a phase before and a phase after training."""
     load_plugin(PLUGIN)
     monkeypatch.setattr("coterie.engines.local.free_memory", lambda: free)
     masked, patience = {"transforms": ["masked_sum"]}, {"patience": 4}

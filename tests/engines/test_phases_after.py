@@ -97,12 +97,11 @@ def test_a_masked_sum_survives_a_missing_upload(client, run, tmp_path) -> None:
     assert actual.keys() == expected.keys()
     for name, tensor in actual.items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-7)
-    result = result_of(RunFolder(tmp_path / "masked" / "server"))
-    assert [*result["left_out"]] == [client]
+    assert [*result_of(RunFolder(tmp_path / "masked" / "server"))["left_out"]] == [client]
 
 
 def test_an_upload_counts_without_an_answer(run, tmp_path) -> None:
-    """Its client takes part in the next round as if it had answered; the deadline is short."""
+    """Check that a client without an answer takes part in the next round."""
     two = run(deployment={"quorum": 2, "deadline": 1})
     lost = {("whaler", ASK)}
 
@@ -125,7 +124,7 @@ def test_an_upload_counts_without_an_answer(run, tmp_path) -> None:
 
 @pytest.mark.parametrize("turn", [0, ASK])
 def test_an_invalid_reply_is_asked_for_again(turn, run, tmp_path) -> None:
-    """The downloads of the other clients stay valid."""
+    """Check that the downloads of the other clients stay valid."""
     answer = Message(turn, values={"counted": "yes"}).encode()
     spoilt = Spoilt(lambda reply, _: seal(reply, answer), turn)
     two = run(deployment={"quorum": 3})
@@ -136,7 +135,7 @@ def test_an_invalid_reply_is_asked_for_again(turn, run, tmp_path) -> None:
 
 
 def test_a_client_expelled_after_its_upload_leaves_after_the_exchange(run, tmp_path) -> None:
-    """The sum may need what the client has sent; its data are gone in the next exchange."""
+    """Check that the masked sum still contains the upload, and that the next exchange does not."""
     server, names = tmp_path / "server", []
 
     def expel(name: str, order: Order) -> bool:
@@ -145,18 +144,16 @@ def test_a_client_expelled_after_its_upload_leaves_after_the_exchange(run, tmp_p
             RunFolder(server).expel("whaler")
         return False
 
-    two = run()
-    loop.deploy(two, tmp_path, lose=expel)
+    loop.deploy(run(), tmp_path, lose=expel)
     assert names
     lines = [line for line in RunFolder(server).metrics() if line["name"] == "bytes/up"]
-    sent = [turn_of(line) for line in lines if line["client"] == "whaler"]
-    assert sent in ([0], [0, 1])
+    assert [turn_of(line) for line in lines if line["client"] == "whaler"] in ([0], [0, 1])
     assert "left_out" not in (RunFolder(server).result or {})
     assert "whaler" not in str(RunFolder(server).load("transforms").values)
 
 
 def stopped(two: coterie.RunConfig, out: Path) -> loop.Loop:
-    """A deployment whose server has stopped while uploads wait."""
+    """Return a deployment whose server has stopped while uploads wait."""
 
     def stop(name: str, order: Order) -> bool:
         if order.kind == "step" and order.turn == ASK:
@@ -210,7 +207,7 @@ def test_a_server_does_not_wait_for_answers_that_nobody_can_give(run, tmp_path) 
 
 
 def test_a_masked_sum_refuses_what_it_cannot_hide(run, tmp_path) -> None:
-    """A client without a key for this exchange trains in vain; a single upload ends the run."""
+    """Exclude a client without a key for this exchange, and end the run at a single upload."""
     two = run("masked_sum", deployment={"quorum": 2, "deadline": 1})
     waits = dict.fromkeys(range(1000), lambda _: time.sleep(0.01))
 

@@ -71,10 +71,10 @@ def test_a_methods_loss_falls(name, run, tmp_path) -> None:
     assert {"dpo_loss", "reward_margin", "reward_accuracy", "pairs"} <= score.keys()
     levels = {m["name"] for m in folder.metrics() if m["name"].startswith("loss/")}
     for level in (level.removeprefix("loss/") for level in levels):
-        found = losses(folder, "poet", level)
+        values = losses(folder, "poet", level)
         if name not in NOT_BASE:
-            assert found[0] == pytest.approx(math.log(2), abs=1e-3)
-        assert min(found) < found[0]
+            assert values[0] == pytest.approx(math.log(2), abs=1e-3)
+        assert min(values) < values[0]
     steps = [m["value"] for m in folder.metrics() if m["name"].startswith("rewards/")]
     assert all(s["margin"] == pytest.approx(s["chosen"] - s["rejected"]) for s in steps)
 
@@ -98,16 +98,16 @@ def test_the_reference_is_the_base_without_its_adapter(run) -> None:
 
 
 def test_the_base_is_half_right_and_a_better_model_is_kept(run, tmp_path, monkeypatch) -> None:
-    found = []
+    bests = []
     keep = kept.Keeper._keep
     monkeypatch.setattr(
         kept.Keeper,
         "_keep",
-        lambda self, best, *rest: (found.append(best), keep(self, best, *rest)),
+        lambda self, best, *rest: (bests.append(best), keep(self, best, *rest)),
     )
     evaluation = {"validation_samples": 3}
     done = coterie.run(run(method="local", evaluation=evaluation, rounds=8), out=tmp_path / "run")
-    assert [(b.loss, b.accuracy) for b in found if b.round == 0] == 3 * [(math.log(2), 0.5)]
+    assert [(b.loss, b.accuracy) for b in bests if b.round == 0] == 3 * [(math.log(2), 0.5)]
     assert done.results["local"]["trained"]["poet"]["reward_accuracy"] == 1.0
     assert "reward accuracy" in str(done.table().title)
     bare_run = coterie.run(run(method="pretrained"), out=tmp_path / "bare")
@@ -119,7 +119,7 @@ def test_the_base_is_half_right_and_a_better_model_is_kept(run, tmp_path, monkey
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("method", ["fedavg", "comigs-1g1s"])
 def test_an_untrained_adapter_is_half_right(method, precision, run, tmp_path) -> None:
-    """Rewards of both signs differ from 0 by rounding alone."""
+    """Check accuracies where rewards differ from 0 only by rounding."""
     training = TRAINING | {
         "precision": precision,
         "learning_rate": 1e-30,
@@ -144,13 +144,13 @@ def test_averaging_costs_the_client_of_another_opinion(run, tmp_path) -> None:
 
 
 def test_pieces_of_a_batch_learn_the_same(run) -> None:
-    found = []
+    values = []
     for micro in (None, 1, 3):
         local = joined(run(method="local", training=TRAINING | {"micro_batch": micro, "steps": 1}))
         local.clients["poet"].train(FIRST)
-        found.append(local.clients["poet"].state()["adapter"])
-    for other in found[1:]:
-        for name, tensor in found[0].items():
+        values.append(local.clients["poet"].state()["adapter"])
+    for other in values[1:]:
+        for name, tensor in values[0].items():
             torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=1e-4)
 
 

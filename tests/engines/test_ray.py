@@ -35,12 +35,12 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def family() -> list[psutil.Process]:
-    """This process and Ray's."""
+    """Return this process and the processes of Ray."""
     return [psutil.Process(), *psutil.Process().children(recursive=True)]
 
 
 def three_rounds(config: Callable[..., coterie.RunConfig], **changes: Any) -> coterie.RunConfig:
-    """A run in which every worker gets an order after the round that `Kill` interrupts."""
+    """Return a run in which every worker receives an order after the round that `Kill` ends."""
     return config(method=METHODS["comigs"], rounds=3, evaluation={"every": 1}, **changes)
 
 
@@ -131,7 +131,7 @@ def test_a_stopped_run_goes_on(number, code, engine, values, local, tmp_path, mo
 
 
 def session(process: psutil.Process) -> int:
-    """The session that a process is in; 0 if it has just ended."""
+    """Return the session that a process is in, or 0 if it has just ended."""
     try:
         return os.getsid(process.pid)
     except ProcessLookupError:
@@ -139,13 +139,13 @@ def session(process: psutil.Process) -> int:
 
 
 def workers() -> list[psutil.Process]:
-    """The processes of Ray's workers; their command lines do not always name them."""
+    """Return the processes of Ray's workers, whose command lines do not always name them."""
     actors = import_module("ray._private.state").actors().values()
     return [psutil.Process(actor["Pid"]) for actor in actors if actor["State"] == "ALIVE"]
 
 
 def gcs_servers() -> list[psutil.Process]:
-    """The processes without which a cluster is dead."""
+    """Return the processes without which a cluster is dead."""
     return [process for process in family() if "gcs_server" in " ".join(process.cmdline())]
 
 
@@ -216,11 +216,11 @@ def test_a_dead_cluster_ends_the_run(config, local, tmp_path, two_workers, monke
 
 @pytest.mark.slow
 def test_an_error_in_a_worker_is_one_sentence(values, tmp_path) -> None:
-    mine = tmp_path / "mine.py"
-    mine.write_text((INT8).read_text())
-    load_plugin(mine)
+    plugin = tmp_path / "mine.py"
+    plugin.write_text((INT8).read_text())
+    load_plugin(plugin)
     run = parse(values(aggregation={"transforms": ["int8"], "largest_change": None}))
-    mine.write_text(mine.read_text() + "# changed\n")
+    plugin.write_text(plugin.read_text() + "# changed\n")
     with pytest.raises(CoterieError, match=r"^The plugin .*mine\.py has changed since the run"):
         coterie.run(run, out=tmp_path / "run", engine=RAY)
 

@@ -24,7 +24,7 @@ ray: Any = pytest.importorskip("ray")
 
 
 def unused(host: str) -> str:
-    """An address at which nobody listens."""
+    """Return an address at which nothing listens."""
     with socket.socket() as free:
         free.bind((host, 0))
         return f"{host}:{free.getsockname()[1]}"

@@ -4,9 +4,10 @@ A cell of the table is a feature with a way. A feature's row names its ways; oth
 test of their own.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from diverging import WHO, broken
 from every_method import BEHAVIOURS, FEW, METHODS, marks, run_of
 from kept_runs import HIGH
+from killed_servers import run_until_killed
 from looped import NAMES, Killed, assert_same, entries, kill, result_of, steps
 from test_phases_after import Counted
 from test_turns import Follow, OneFirst, Twice, installed
@@ -181,27 +183,33 @@ class StopIn(Follow):
             raise KeyboardInterrupt
 
 
-def resumed(cell: Cell, turns: Iterable[int] = (1,)) -> None:
-    """Stop the run in the middle of turns, and continue it."""
-    run = cell.run
-    rounds = run.turn(cell.expected.turns() - 1).round + 1
-    for number in turns:
-        out, follow = cell.out / f"stopped-{number}", Follow()
-        with pytest.raises(KeyboardInterrupt):
-            coterie.run(run, out=out, callbacks=[StopIn(number)])
-        stopped, turn = RunFolder(out), run.turn(number)
+def resumed(cell: Cell, turns: Sequence[int] = (1,)) -> None:
+    """Stop the run in the middle of turns, and continue it each time."""
+    run, stopped = cell.run, RunFolder(cell.out / f"stopped-{turns[0]}")
+    with pytest.raises(KeyboardInterrupt):
+        coterie.run(run, out=stopped.path, callbacks=[StopIn(turns[0])])
+    for number, following in zip_longest(turns, turns[1:]):
+        turn, follow = run.turn(number), Follow()
         assert stopped.turns() == number
         assert any(side.startswith("server-waiting") for side in sides(stopped)) == turn.after
-        assert not (out / STATES).exists()
-        (out / STATES).mkdir()  # as a kill leaves it, with a file of no use
-        (out / STATES / "client-poet.safetensors").write_bytes(b"damaged")
-        coterie.resume(out, callbacks=[follow])
-        assert (follow.started[0].done, follow.ended) == (turn.round, [*range(turn.round, rounds)])
-        assert_same(stopped, cell.expected)
+        assert not (stopped.path / STATES).exists()
+        (stopped.path / STATES).mkdir()  # as a kill leaves it, with a file of no use
+        (stopped.path / STATES / "client-poet.safetensors").write_bytes(b"damaged")
+        if following is None:
+            coterie.resume(stopped.path, callbacks=[follow])
+            end = run.turn(cell.expected.turns() - 1).round + 1
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                coterie.resume(stopped.path, callbacks=[follow, StopIn(following - number)])
+            end = run.turn(following).round
+        assert (follow.started[0].done, follow.ended) == (turn.round, [*range(turn.round, end)])
+    assert_same(stopped, cell.expected)
 
 
 def resumed_in_each(cell: Cell) -> None:
-    resumed(cell, range(1, cell.expected.turns()))
+    """Stop a run in its odd turns and another one in its even turns."""
+    for first in (1, 2):
+        resumed(cell, range(first, cell.expected.turns(), 2))
 
 
 def one_in_memory(cell: Cell) -> None:
@@ -227,8 +235,7 @@ def ray(cell: Cell) -> None:
 def deployed(cell: Cell) -> None:
     """Execute a deployment in one process, in which each order is sent once."""
     cell.patch.setattr("coterie.deployment.seats.RETRY", 0.0)
-    loop = deploy(cell.run, cell.out)
-    assert set(steps(loop).values()) == {1}
+    assert set(steps(deploy(cell.run, cell.out)).values()) == {1}
     result, expected = result_of(RunFolder(cell.out / "server")), result_of(cell.expected)
     assert result.get("left_out") == expected.get("left_out")
     lines = [line for line in cell.expected.metrics() if line["name"].startswith(FIGURES)]
@@ -261,22 +268,36 @@ def server_killed(cell: Cell, turns: Iterable[int], client: int | None = None) -
 
     Args:
         cell: The run.
-        turns: The server's turns in which it is killed, each in another deployment. The run may be
-            over before the last one.
-        client: The turn after the restart in which the poet's process restarts.
+        turns: The waits of the server in which it is killed, each in another deployment.
+        client: The wait after the restart in which the poet's process restarts.
     """
     for turn in turns:
         out = cell.out / str(turn)
         clients = workers(cell.run, out)
         restart = {} if client is None else {client: partial(restarted, cell, out)}
-        try:
+        with pytest.raises(Killed):
             server(cell.run, out / "server", Loop(clients, {turn: kill})).rounds()
-        except Killed:
-            server(cell.run, out / "server", Loop(clients, restart)).rounds()
-            assert_as_local(cell.run, out, cell.expected)
-        else:
-            assert turn > 5
-            return
+        server(cell.run, out / "server", Loop(clients, restart)).rounds()
+        assert_as_local(cell.run, out, cell.expected)
+
+
+def server_killed_in_each(cell: Cell) -> None:
+    """Kill the server once in each of its waits, in as few deployments as possible.
+
+    A server that has restarted completes as many turns as a round has before it is killed again.
+    """
+    turns = cell.expected.turns() // cell.run.rounds
+    killed: set[tuple[int, int]] = set()
+    for number in count():
+        out, before = cell.out / str(number), len(killed)
+        clients = workers(cell.run, out)
+        while not run_until_killed(cell.run, clients, RunFolder(out / "server"), turns, killed):
+            pass
+        assert_as_local(cell.run, out, cell.expected)
+        if len(killed) == before:
+            break
+    assert len(killed) > 5
+    assert {turn for turn, _ in killed} == set(range(cell.expected.turns() + 1))
 
 
 def restarted(cell: Cell, out: Path, loop: Loop) -> None:
@@ -284,10 +305,8 @@ def restarted(cell: Cell, out: Path, loop: Loop) -> None:
 
 
 def client_killed(cell: Cell, turns: Iterable[int]) -> None:
-    for turn in turns:
-        out = cell.out / str(turn)
-        deploy(cell.run, out, events={turn: partial(restarted, cell, out)})
-        assert_as_local(cell.run, out, cell.expected)
+    deploy(cell.run, cell.out, events=dict.fromkeys(turns, partial(restarted, cell, cell.out)))
+    assert_as_local(cell.run, cell.out, cell.expected)
 
 
 WAYS: dict[str, Callable[[Cell], None]] = {
@@ -300,7 +319,7 @@ WAYS: dict[str, Callable[[Cell], None]] = {
     "newer clients": with_newer_clients,
     "server killed": partial(server_killed, turns=(2, 4)),
     "server killed later": partial(server_killed, turns=(1, 3, 5)),
-    "server killed in each turn": partial(server_killed, turns=range(2, 1000)),
+    "server killed in each turn": server_killed_in_each,
     "client killed": partial(client_killed, turns=(2, 4)),
     "client killed later": partial(client_killed, turns=(3, 5, 6)),
     "server and client killed": partial(server_killed, turns=(3,), client=2),

@@ -40,7 +40,7 @@ def shortened(reply: Reply, body: bytes) -> bytes:
 
 @pytest.mark.parametrize(("transform", "round"), [("int8", 1), ("masked_sum", 0)])
 def test_a_bad_reply_repeats_the_exchange(transform, round, config, tmp_path, monkeypatch) -> None:
-    """One reply is spoilt, so that the exchange begins again with the uploads of the others."""
+    """Truncate one reply, so that the exchange begins again with the uploads of the others."""
     monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
     monkeypatch.setattr(secrets, "draw", lambda: bytes(secrets.KEY_BYTES))  # noise and keys
     run = config(
@@ -93,12 +93,14 @@ def test_a_client_without_its_state_cannot_read_differences(config, tmp_path) ->
     seen: list[Any] = []
 
     def wipe(loop: Loop) -> None:
-        worker = Worker(site(run, "poet", tmp_path / "anew"), seen=lambda *what: seen.append(what))
+        worker = Worker(
+            site(run, "poet", tmp_path / "anew"), seen=lambda *event: seen.append(event)
+        )
         loop.reconnect("poet", worker)
 
     with pytest.raises(Killed):
         deploy(run, tmp_path, events={4: wipe, 8: kill})
-    [why, *_] = [what[1] for what in seen if what[0] == "fault"]
+    [why, *_] = [event[1] for event in seen if event[0] == "fault"]
     assert "round 1 is missing, but each download of this run contains only the diff" in why
 
 
@@ -106,8 +108,7 @@ def test_bytes_on_the_wire_are_what_transforms_declare(config, tmp_path) -> None
     def traffic(*transforms: Any) -> dict[str, int]:
         run = config(rounds=2, aggregation={"transforms": list(transforms)})
         out = tmp_path / str(len(list(tmp_path.iterdir())))
-        result = result_of(RunFolder(coterie.run(run, out=out).path))
-        return result["traffic"]
+        return result_of(RunFolder(coterie.run(run, out=out).path))["traffic"]
 
     plain, small = traffic(), traffic("int8")
     assert traffic("median") == plain
@@ -156,8 +157,8 @@ def test_median_and_trimmed_mean_are_their_definitions() -> None:
 
     rows = torch.randn(7, 9)
     stream = [Contribution(str(i), {"g": {"x": row}}) for i, row in enumerate(rows)]
-    found = Median().reduce(stream, (), Memory())["g"]["x"]
-    torch.testing.assert_close(found, torch.tensor([sorted(c)[3] for c in rows.T.tolist()]))
-    found = TrimmedMean(trim=0.3).reduce(stream, (), Memory())["g"]["x"]
+    mean = Median().reduce(stream, (), Memory())["g"]["x"]
+    torch.testing.assert_close(mean, torch.tensor([sorted(c)[3] for c in rows.T.tolist()]))
+    mean = TrimmedMean(trim=0.3).reduce(stream, (), Memory())["g"]["x"]
     naive = [sum(sorted(column)[2:5]) / 3 for column in rows.T.tolist()]
-    torch.testing.assert_close(found, torch.tensor(naive))
+    torch.testing.assert_close(mean, torch.tensor(naive))

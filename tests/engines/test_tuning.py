@@ -39,7 +39,7 @@ def counted(monkeypatch) -> list[tuple[str, str, float, int]]:
 
 
 def chosen_by_hand(folder: Path, method: str) -> float:
-    """The learning rate of the trial with the lowest mean perplexity, from the folders."""
+    """Return the learning rate of the trial with the lowest mean perplexity in the folders."""
     means: dict[float, float] = {}
     for path in (folder / "trials").glob(f"{method}-trial*"):
         trial = RunFolder(path)
@@ -55,10 +55,10 @@ def chosen_by_hand(folder: Path, method: str) -> float:
 def test_each_method_is_run_with_its_best_trial(config, tmp_path, counted) -> None:
     data = {"window": 16, "limits": {"train": 500, "validation": 64, "test": 64}}
     run, rates = config(rounds=1, seed=4, data=data), [1e-4, 3e-2]
-    said: list[str] = []
+    lines: list[str] = []
     rows = ["pretrained", "local", "fedavg"]
     comparison = coterie.compare(
-        run, rows, seeds=2, tune={RATE: rates}, out=tmp_path, report=said.append
+        run, rows, seeds=2, tune={RATE: rates}, out=tmp_path, report=lines.append
     )
     trials = [
         (f"{name}-trial{n}", "validation", rate, 4)
@@ -73,7 +73,7 @@ def test_each_method_is_run_with_its_best_trial(config, tmp_path, counted) -> No
         name: f"{name}: {name.partition('-')[0]} with {RATE} = {rate}"
         for name, _, rate, _ in trials
     }
-    assert said == [
+    assert lines == [
         line
         for n, (name, *_) in enumerate(counted, 1)
         for line in ([named[name]] if name in named else []) + [f"Run {n} of 10: {name}"]
@@ -105,8 +105,8 @@ def test_trials_never_look_at_the_test_text(config, tmp_path, monkeypatch) -> No
     monkeypatch.setattr(part, "evaluate", evaluate)
     coterie.compare(run, ["local"], tune={RATE: [1e-3, 1e-2]}, out=tmp_path)
     data = [client.data for client in Session(run).participants(run)]
-    validation = [one.validation.ids.tolist() for one in data]
-    assert looked == [*validation, *validation, *(one.test.ids.tolist() for one in data)]
+    validation, test = ([getattr(d, s).ids.tolist() for d in data] for s in ("validation", "test"))
+    assert looked == [*validation, *validation, *test]
 
 
 def test_several_keys_make_a_grid_and_ties_go_to_the_first(config, tmp_path) -> None:
@@ -125,14 +125,14 @@ def test_several_keys_make_a_grid_and_ties_go_to_the_first(config, tmp_path) -> 
 
 
 def test_a_trial_that_diverges_is_left_out(config, tmp_path) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     run = config(rounds=1, training={"steps": 3, "batch": 2, "optimiser": "sgd"})
     tune, out = {RATE: [1e30, 1e-3]}, tmp_path / "a"
-    comparison = coterie.compare(run, ["fedavg"], tune=tune, out=out, report=said.append)
+    comparison = coterie.compare(run, ["fedavg"], tune=tune, out=out, report=lines.append)
     tuned = comparison.summary()[0]["tuned"]
     assert tuned["settings"] == {RATE: 1e-3}
     assert tuned["trials"][0] == {"settings": {RATE: 1e30}, "diverged": True}
-    assert any("is not finite" in line and "This trial is ignored." in line for line in said)
+    assert any("is not finite" in line and "This trial is ignored." in line for line in lines)
     with pytest.raises(CoterieError, match="All trials of fedavg diverged"):
         coterie.compare(run, ["fedavg"], tune={RATE: [1e30]}, out=tmp_path / "b")
 
@@ -162,13 +162,12 @@ class Unregistered(Method):
 
 
 def test_any_row_can_be_tuned_that_has_the_keys(config) -> None:
-    session = Session(config())
-    tuner = Tuner(session, {"training.batch": [3, 4]})
+    tuner = Tuner(Session(config()), {"training.batch": [3, 4]})
     for method in (Unregistered(), "centralized", "local", config().method):
         row = config().with_method(method)
-        found = tuner.trials("a row", row)
-        assert [trial.training.batch for trial in found] == [3, 4]
-        for trial in found:
+        trials = tuner.trials("a row", row)
+        assert [trial.training.batch for trial in trials] == [3, 4]
+        for trial in trials:
             assert (trial.label, trial.pooled) == (row.label, row.pooled)
             assert (trial.method, trial.name[:6]) == (row.method, "a-row-")
 

@@ -99,7 +99,7 @@ def test_turns_are_numbered_in_order(method, rounds, exchanges, phases, config) 
 
 @pytest.mark.parametrize("method", [FedAvg(), Twice(), OneFirst()])
 def test_a_run_with_several_exchanges_per_round_counts_rounds(method, config, tmp_path) -> None:
-    """In its progress, its metrics, and when it evaluates."""
+    """Check the rounds in the progress, the metrics and the evaluations."""
     run = config(method=method, rounds=4, evaluation={"every": 2})
     follow = Follow()
     done = coterie.run(run, out=tmp_path / "run", callbacks=[follow])
@@ -121,7 +121,7 @@ def test_a_run_with_several_exchanges_per_round_counts_rounds(method, config, tm
 @pytest.mark.parametrize("method", [FedAvg(), Twice()])
 @pytest.mark.parametrize("reports", ["trained", "aggregated"])
 def test_patience_counts_rounds(method, reports, config, tmp_path, monkeypatch) -> None:
-    """A client whose model never improves stops after as many rounds as it may be patient."""
+    """Check that the patience of a client whose model never improves is a number of rounds."""
     monkeypatch.setattr(type(method), "reports", reports)
     monkeypatch.setattr(Best, "order", lambda self: (0.0, self.round))
     run = config(method=method, rounds=6, evaluation={"patience": 2})
@@ -145,7 +145,7 @@ def test_a_run_continues_from_an_earlier_round(method, config, tmp_path) -> None
 
 
 def test_a_deployment_counts_rounds(config, tmp_path) -> None:
-    """In its status, its log and its orders, and when the data of a client are deleted."""
+    """Check the rounds in the status, the log, the orders, and when a client's data are deleted."""
     installed(Twice)
     run = config(method="twice", rounds=2, evaluation={"every": 1})
     local = RunFolder(coterie.run(run, out=tmp_path / "local").path)

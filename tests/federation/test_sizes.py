@@ -195,7 +195,7 @@ def test_the_uploads_of_a_round_fit_on_the_disk(config, tmp_path, monkeypatch) -
 
 
 def test_a_run_is_refused_before_training(config, tmp_path, monkeypatch) -> None:
-    """The parameters of this method are known only to clients."""
+    """Check a method whose parameters only clients know."""
     monkeypatch.setattr(message, "LARGEST_MESSAGE", 80_000)
     monkeypatch.setattr(NO_TRAINING, None)
     with pytest.raises(CoterieError, match="A download of a client may have"):

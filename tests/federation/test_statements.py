@@ -54,7 +54,7 @@ def run_with_large_means(method: dict[str, Any], values: Any, teachers: Any) -> 
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """The numbers and texts of a JSON value by which one can recognise who sent it."""
+    """Return the numbers and texts of a JSON value that identify their sender."""
     if isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from leaves(inner)
@@ -63,7 +63,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def contents(message: Message) -> Iterator[tuple[str, Any]]:
-    """The name of the field, and a comparable form, of each tensor and leaf of a message."""
+    """Return the field and a comparable form of each tensor and leaf of a message."""
     for _, group, _, tensor in message.tensors():
         # Integers, such as positions in public texts, can be equal by themselves.
         if tensor.is_floating_point() and tensor.unique().numel() > 1:
@@ -73,7 +73,7 @@ def contents(message: Message) -> Iterator[tuple[str, Any]]:
 
 
 def passed_on(local: LocalRun, exchanges: int) -> tuple[set[str], set[str]]:
-    """The names of the fields in which clients receive what only others have sent.
+    """Return the fields in which clients receive values that only other clients have sent.
 
     Returns:
         The names of the fields of downloads with such values, and the names of those of uploads.

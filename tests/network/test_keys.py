@@ -43,11 +43,11 @@ def registered(keys: Keys) -> dict[str, object]:
 
 
 def shake_hands(server: Keys, trusted: Path, host: str) -> None:
-    """A TLS handshake on loopback; raises what the client's side raises."""
+    """Perform a TLS handshake on loopback; raise what the client's side raises."""
     ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     ours.load_cert_chain(server.certificate, server.key)
-    theirs = ssl.create_default_context(cafile=trusted)
-    theirs.verify_flags |= ssl.VerifyFlags.VERIFY_X509_STRICT
+    context = ssl.create_default_context(cafile=trusted)
+    context.verify_flags |= ssl.VerifyFlags.VERIFY_X509_STRICT
 
     def serve() -> None:
         connection, _ = listener.accept()
@@ -64,7 +64,7 @@ def shake_hands(server: Keys, trusted: Path, host: str) -> None:
         try:
             with (
                 socket.create_connection(listener.getsockname(), timeout=30) as plain,
-                theirs.wrap_socket(plain, server_hostname=host) as secured,
+                context.wrap_socket(plain, server_hostname=host) as secured,
             ):
                 assert secured.recv(7) == b"welcome"
         finally:
@@ -134,10 +134,10 @@ def test_clients_are_in_the_order_of_their_names(keys, tmp_path) -> None:
     credentials = {
         name: Credentials.load(keys.add(name, tmp_path / f"{name}.key")) for name in names
     }
-    found = Keys(tmp_path / "keys").clients()
-    assert list(found) == sorted(names)
+    entries = Keys(tmp_path / "keys").clients()
+    assert list(entries) == sorted(names)
     assert registered(keys) == {name: public_key(c) for name, c in credentials.items()}
-    assert len({client.fingerprint for client in found.values()}) == len(names)
+    assert len({client.fingerprint for client in entries.values()}) == len(names)
 
 
 def test_a_removed_client_is_forgotten_and_may_come_back_with_another_key(keys, tmp_path) -> None:
@@ -261,7 +261,7 @@ def test_a_certificate_never_outlives_its_authority(tmp_path, monkeypatch) -> No
 
 
 def with_key(content: bytes, curve: ec.EllipticCurve) -> bytes:
-    """Another key than the certificate's."""
+    """Return credentials with a key that does not belong to the certificate."""
     key = certificates.private_pem(ec.generate_private_key(curve))
     return content[: content.index(b"-----BEGIN PRIVATE")] + key
 
@@ -301,7 +301,7 @@ def test_a_key_file_that_cannot_be_read_is_refused(name, why, keys, tmp_path) ->
         Credentials.load(tmp_path / name)
 
 
-def test_a_renewed_client_has_another_key_and_only_its_new_key_file_counts(keys, tmp_path) -> None:
+def test_a_renewed_client_has_another_key_and_certificate(keys, tmp_path) -> None:
     old = Credentials.load(keys.add("anna", tmp_path / "anna.key"))
     with pytest.raises(CoterieError, match="already exists; delete it, or"):
         keys.renew("anna", tmp_path / "anna.key")
@@ -331,8 +331,8 @@ def test_a_key_file_is_read_again(keys, tmp_path, monkeypatch) -> None:
 def test_a_client_removed_while_all_are_read_is_left_out(keys, tmp_path, monkeypatch) -> None:
     for name in ("anna", "ben"):
         keys.add(name, tmp_path / f"{name}.key")
-    found = sorted((tmp_path / "keys" / "clients").iterdir())
-    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(found))
+    entries = sorted((tmp_path / "keys" / "clients").iterdir())
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(entries))
     keys.remove("anna")
     assert list(keys.clients()) == ["ben"]
     assert len(keys.state()) == 2  # the server's and ben's
@@ -340,7 +340,7 @@ def test_a_client_removed_while_all_are_read_is_left_out(keys, tmp_path, monkeyp
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can write for others")
 def test_what_root_writes_belongs_to_whom_its_folder_does(keys, tmp_path) -> None:
-    """A service's keys are changed with sudo, and the service must be able to read them."""
+    """Update a service's keys as with sudo; the service must be able to read them."""
     for folder in (keys.folder, keys.folder / "clients"):
         os.chown(folder, 12345, 12346)
     keys.add("anna", tmp_path / "anna.key")

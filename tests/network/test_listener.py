@@ -25,7 +25,7 @@ from coterie.network.server import MailboxServer
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[Post]:
+def server(tmp_path: Path) -> Iterator[Post]:
     with post(tmp_path, clients=("anna", "bob")) as running:
         yield running
 
@@ -90,60 +90,60 @@ def test_a_server_does_not_start_with_the_key_of_another_certificate(tmp_path: P
 
 
 def test_a_stopped_server_closes_its_connections_and_its_port(tmp_path: Path) -> None:
-    with post(tmp_path) as here:
-        connection = here.connect()
+    with post(tmp_path) as server:
+        connection = server.connect()
         assert ping(connection) == 204
     assert is_closed(connection)
-    with listen(f"127.0.0.1:{here.port}"):
+    with listen(f"127.0.0.1:{server.port}"):
         pass
     connection.close()
 
 
-def test_a_client_that_is_added_while_the_server_runs_can_connect(here: Post) -> None:
-    carol = here.add("carol").context()
-    wait(lambda: not here.is_refused(carol))
-    assert here.ping(carol) == 204
+def test_a_client_that_is_added_while_the_server_runs_can_connect(server: Post) -> None:
+    carol = server.add("carol").context()
+    wait(lambda: not server.is_refused(carol))
+    assert server.ping(carol) == 204
 
 
-def test_a_removed_client_is_disconnected_and_refused(here: Post) -> None:
-    with here.connect() as anna, here.connect(here.context("bob")) as bob:
+def test_a_removed_client_is_disconnected_and_refused(server: Post) -> None:
+    with server.connect() as anna, server.connect(server.context("bob")) as bob:
         assert ping(anna) == ping(bob) == 204
-        here.keys.remove("anna")
+        server.keys.remove("anna")
         assert is_closed(anna)
-        assert here.is_refused(here.context())
+        assert server.is_refused(server.context())
         assert ping(bob) == 204
-        assert here.ping(here.context("bob")) == 204
+        assert server.ping(server.context("bob")) == 204
 
 
-def test_a_request_in_progress_ends_when_its_client_is_removed(here: Post) -> None:
-    with here.connect() as anna:
+def test_a_request_in_progress_ends_when_its_client_is_removed(server: Post) -> None:
+    with server.connect() as anna:
         assert ping(anna) == 204
         anna.sendall(
             b"GET /order HTTP/1.1\r\nHost: x\r\nCoterie-Protocol: 1\r\nCoterie-Session: %b\r\n\r\n"
-            % here.mailbox.present()["anna"].encode()
+            % server.mailbox.present()["anna"].encode()
         )
-        wait(lambda: any(c.requests for c in here.listener.connections.values()))
-        here.keys.remove("anna")
+        wait(lambda: any(c.requests for c in server.listener.connections.values()))
+        server.keys.remove("anna")
         assert is_closed(anna)
 
 
-def test_a_renewed_key_replaces_the_old_one(here: Post) -> None:
-    with here.connect() as connection:
+def test_a_renewed_key_replaces_the_old_one(server: Post) -> None:
+    with server.connect() as connection:
         assert ping(connection) == 204
-        here.keys.renew("anna", here.folder / "new.key")
+        server.keys.renew("anna", server.folder / "new.key")
         assert is_closed(connection)
-        assert here.is_refused(here.context())
-        assert here.ping(here.context("new")) == 204
+        assert server.is_refused(server.context())
+        assert server.ping(server.context("new")) == 204
 
 
-def test_a_renewed_certificate_of_the_server_takes_effect_without_a_restart(here: Post) -> None:
+def test_a_renewed_certificate_of_the_server_takes_effect_without_a_restart(server: Post) -> None:
     def certificate() -> bytes | None:
-        with here.connect() as connection:
+        with server.connect() as connection:
             return connection.getpeercert(binary_form=True)
 
-    with here.connect() as connection:
+    with server.connect() as connection:
         before = certificate()
-        here.keys.certify(["new.example.org"])
+        server.keys.certify(["new.example.org"])
         wait(lambda: certificate() != before)
         assert ping(connection) == 204  # an open connection stays open
 
@@ -153,8 +153,7 @@ def damage_the_certificate(keys: Keys) -> None:
 
 
 def exchange_the_certificate(keys: Keys) -> None:
-    other = Keys.create(keys.folder.with_name("other"))
-    shutil.copy(other.certificate, keys.certificate)
+    shutil.copy(Keys.create(keys.folder.with_name("other")).certificate, keys.certificate)
 
 
 def move_away(keys: Keys) -> None:
@@ -162,26 +161,28 @@ def move_away(keys: Keys) -> None:
 
 
 @pytest.mark.parametrize("damage", [damage_the_certificate, exchange_the_certificate, move_away])
-def test_a_damaged_key_folder_leaves_the_previous_keys_in_force(here: Post, caplog, damage) -> None:
-    with here.connect() as connection:
+def test_a_damaged_key_folder_leaves_the_previous_keys_in_force(
+    server: Post, caplog, damage
+) -> None:
+    with server.connect() as connection:
         assert ping(connection) == 204
-        damage(here.keys)
+        damage(server.keys)
         wait(lambda: "could not read the keys" in caplog.text)
         assert ping(connection) == 204
-        assert here.ping() == 204
-        assert here.ping(here.context("bob")) == 204
+        assert server.ping() == 204
+        assert server.ping(server.context("bob")) == 204
 
 
 @pytest.mark.parametrize("damage", [damage_the_certificate, exchange_the_certificate])
-def test_a_client_is_removed_despite_a_damaged_certificate(here: Post, caplog, damage) -> None:
-    damage(here.keys)
+def test_a_client_is_removed_despite_a_damaged_certificate(server: Post, caplog, damage) -> None:
+    damage(server.keys)
     wait(lambda: "could not read the keys" in caplog.text)
-    with here.connect() as connection:
+    with server.connect() as connection:
         assert ping(connection) == 204
-        here.keys.remove("anna")
+        server.keys.remove("anna")
         assert is_closed(connection, 2)
-    assert here.is_refused(here.context())
-    assert here.ping(here.context("bob")) == 204
+    assert server.is_refused(server.context())
+    assert server.ping(server.context("bob")) == 204
 
 
 def unreadable(path: Path) -> None:
@@ -190,86 +191,85 @@ def unreadable(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"damaged"), unreadable])
-def test_a_damaged_file_excludes_only_its_client(here: Post, caplog, damage) -> None:
-    file = here.keys.folder / "clients" / "bob.pem"
-    with here.connect(here.context("bob")) as bob, here.connect() as anna:
+def test_a_damaged_file_excludes_only_its_client(server: Post, caplog, damage) -> None:
+    file = server.keys.folder / "clients" / "bob.pem"
+    with server.connect(server.context("bob")) as bob, server.connect() as anna:
         assert ping(bob) == ping(anna) == 204
         damage(file)
         assert is_closed(bob, 2)
         assert ping(anna) == 204
-        here.add("carol")
-        wait(lambda: "carol" in here.listener.registered.values(), 2)
-        assert here.ping(here.context("carol")) == 204
-        assert here.is_refused(here.context("bob"))
-        here.keys.remove("anna")
+        server.add("carol")
+        wait(lambda: "carol" in server.listener.registered.values(), 2)
+        assert server.ping(server.context("carol")) == 204
+        assert server.is_refused(server.context("bob"))
+        server.keys.remove("anna")
         assert is_closed(anna, 2)
     [fault] = [message for message in caplog.messages if "bob.pem is ignored" in message]
-    assert f"replace it with `coterie keys renew bob --keys {here.keys.folder}`" in fault
+    assert f"replace it with `coterie keys renew bob --keys {server.keys.folder}`" in fault
 
 
-def test_a_damaged_file_is_replaced_by_the_command_that_the_log_names(here: Post) -> None:
-    (here.keys.folder / "clients" / "bob.pem").write_bytes(b"damaged")
-    wait(lambda: here.is_refused(here.context("bob")))
-    here.keys.renew("bob", here.folder / "new.key")
-    wait(lambda: not here.is_refused(here.context("new")))
+def test_a_damaged_file_is_replaced_by_the_command_that_the_log_names(server: Post) -> None:
+    (server.keys.folder / "clients" / "bob.pem").write_bytes(b"damaged")
+    wait(lambda: server.is_refused(server.context("bob")))
+    server.keys.renew("bob", server.folder / "new.key")
+    wait(lambda: not server.is_refused(server.context("new")))
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /session HTTP/1.1\r\nHost:"])
-def test_a_connection_without_a_complete_request_is_closed(here: Post, monkeypatch, sent) -> None:
+def test_a_connection_without_a_complete_request_is_closed(server: Post, monkeypatch, sent) -> None:
     monkeypatch.setattr(accepting, "IDLE_SECONDS", 0.5)
-    with here.connect() as connection:
+    with server.connect() as connection:
         connection.sendall(sent)
         assert is_closed(connection)
-    wait(lambda: not here.listener.connections)
+    wait(lambda: not server.listener.connections)
 
 
-def test_a_connection_is_closed_some_time_after_its_last_request(here: Post, monkeypatch) -> None:
-    with here.connect() as connection:
+def test_a_connection_is_closed_some_time_after_its_last_request(server: Post, monkeypatch) -> None:
+    with server.connect() as connection:
         assert ping(connection) == 204
         assert not is_closed(connection, seconds=1.5)
         monkeypatch.setattr(accepting, "IDLE_SECONDS", 0.5)
         assert is_closed(connection)
-        assert here.ping() == 204
+        assert server.ping() == 204
 
 
-def test_a_connection_that_waits_for_an_order_is_not_idle(here: Post, monkeypatch) -> None:
+def test_a_connection_that_waits_for_an_order_is_not_idle(server: Post, monkeypatch) -> None:
     monkeypatch.setattr(accepting, "IDLE_SECONDS", 0.1)
-    with here.connect() as connection:
+    with server.connect() as connection:
         assert ping(connection) == 204
         connection.sendall(
             b"GET /order HTTP/1.1\r\nHost: x\r\nCoterie-Protocol: 1\r\nCoterie-Session: %b\r\n\r\n"
-            % here.mailbox.present()["anna"].encode()
+            % server.mailbox.present()["anna"].encode()
         )
         assert not is_closed(connection, seconds=2.5)
-        here.mailbox.send("anna", b"order", 0, 60)
+        server.mailbox.send("anna", b"order", 0, 60)
         connection.settimeout(10)
         assert connection.recv(12) == b"HTTP/1.1 200"
 
 
-def test_the_open_connections_of_a_client_are_limited(here: Post, monkeypatch) -> None:
+def test_the_open_connections_of_a_client_are_limited(server: Post, monkeypatch) -> None:
     monkeypatch.setattr(module, "CONNECTIONS", 2)
     with ExitStack() as stack:
-        first, second = (stack.enter_context(here.connect()) for _ in range(2))
+        first, second = (stack.enter_context(server.connect()) for _ in range(2))
         assert ping(first) == ping(second) == 204
-        assert is_closed(stack.enter_context(here.connect()))
-        assert here.ping(here.context("bob")) == 204  # the limit is each client's own
+        assert is_closed(stack.enter_context(server.connect()))
+        assert server.ping(server.context("bob")) == 204  # the limit is each client's own
         assert ping(first) == ping(second) == 204
         first.close()
-        wait(lambda: len(here.listener.connected("anna")) == 1)
-        assert here.ping() == 204
+        wait(lambda: len(server.listener.connected("anna")) == 1)
+        assert server.ping() == 204
 
 
-def test_a_refusal_is_logged_with_its_address_and_reason(here: Post, caplog) -> None:
-    keys = Keys.create(here.folder / "others")
-    keys.add("eve", here.folder / "eve.key")
-    stranger = ssl.create_default_context(cafile=here.keys.ca)
-    assert here.is_refused(stranger, "127.0.0.2")
-    stranger.load_cert_chain(here.folder / "eve.key")
-    assert here.is_refused(stranger, "127.0.0.3")
-    with here.plain("127.0.0.4") as plain:
+def test_a_refusal_is_logged_with_its_address_and_reason(server: Post, caplog) -> None:
+    Keys.create(server.folder / "others").add("eve", server.folder / "eve.key")
+    stranger = ssl.create_default_context(cafile=server.keys.ca)
+    assert server.is_refused(stranger, "127.0.0.2")
+    stranger.load_cert_chain(server.folder / "eve.key")
+    assert server.is_refused(stranger, "127.0.0.3")
+    with server.plain("127.0.0.4") as plain:
         plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert is_closed(plain)
-    here.plain("127.0.0.5").close()
+    server.plain("127.0.0.5").close()
     wait(lambda: "127.0.0.5" in caplog.text)
     refused = [m for m in caplog.messages if m.startswith("refused")]
     assert refused == [
@@ -281,11 +281,11 @@ def test_a_refusal_is_logged_with_its_address_and_reason(here: Post, caplog) -> 
     ]
 
 
-def test_refusals_of_an_address_are_counted_each_minute(here: Post, caplog, monkeypatch) -> None:
+def test_refusals_of_an_address_are_counted_each_minute(server: Post, caplog, monkeypatch) -> None:
     for _ in range(9):
-        here.plain("127.0.0.2").close()
-    here.plain("127.0.0.3").close()
-    wait(lambda: here.listener.refusals == {"127.0.0.2": 9, "127.0.0.3": 1})
+        server.plain("127.0.0.2").close()
+    server.plain("127.0.0.3").close()
+    wait(lambda: server.listener.refusals == {"127.0.0.2": 9, "127.0.0.3": 1})
     lines = [re.sub(":.*", "", m) for m in caplog.messages if m.startswith("refused")]
     single = "refused a connection from "
     assert sorted(lines) == [f"{single}127.0.0.2"] * 3 + [f"{single}127.0.0.3"]
@@ -295,19 +295,19 @@ def test_refusals_of_an_address_are_counted_each_minute(here: Post, caplog, monk
     monkeypatch.undo()
     assert caplog.messages == ["refused 9 connections from 127.0.0.2 in a minute"]
     caplog.clear()
-    here.plain("127.0.0.2").close()  # the next minute begins at zero
+    server.plain("127.0.0.2").close()  # the next minute begins at zero
     wait(lambda: caplog.messages == ["refused a connection from 127.0.0.2: connection closed"])
 
 
 @pytest.mark.parametrize("name", ["clients/eve.pem", "server.pem", "server.key"])
-def test_a_pipe_among_the_keys_does_not_stop_the_server(name: str, here: Post, caplog) -> None:
-    path = here.keys.folder / name
+def test_a_pipe_among_the_keys_does_not_stop_the_server(name: str, server: Post, caplog) -> None:
+    path = server.keys.folder / name
     path.unlink(missing_ok=True)
     os.mkfifo(path)
     if name == "server.key":
-        here.keys.remove("bob")  # so that the keys are read again
+        server.keys.remove("bob")  # so that the keys are read again
     try:
         wait(lambda: "It is not a file" in caplog.text)
-        assert here.ping() == 204
+        assert server.ping() == 204
     finally:
         os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))  # for a thread that waits

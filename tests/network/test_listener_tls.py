@@ -29,7 +29,7 @@ ANNA, BOB, AUTHORITY = "Coterie client anna", "Coterie client bob", "Coterie cer
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Post]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Post]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "FAILURES_PER_SECOND", 10**9)
         patch.setattr(module, "REPORT_SECONDS", 10**9)
@@ -51,36 +51,35 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return received
 
 
-def is_refused(here: Post, parsed: list[bytes], attempt: Callable[[], object]) -> bool:
+def is_refused(server: Post, parsed: list[bytes], attempt: Callable[[], object]) -> bool:
     """Return whether an attempt ends in a failed handshake, without any parsed bytes."""
-    failed, made = here.listener.refusals.total(), len(here.listener.connections)
+    failed, made = server.listener.refusals.total(), len(server.listener.connections)
     attempt()
-    wait(lambda: here.listener.refusals.total() > failed and not here.listener.pending)
+    wait(lambda: server.listener.refusals.total() > failed and not server.listener.pending)
     return (
-        here.listener.refusals.total() == failed + 1
-        and len(here.listener.connections) <= made
+        server.listener.refusals.total() == failed + 1
+        and len(server.listener.connections) <= made
         and not parsed
     )
 
 
-def strangers(here: Post) -> dict[str, ssl.SSLContext]:
+def strangers(server: Post) -> dict[str, ssl.SSLContext]:
     """Return TLS settings that trust the server, without a registered certificate."""
-    contexts = {"no certificate": ssl.create_default_context(cafile=here.keys.ca)}
-    other = Keys.create(here.folder / "elsewhere")
-    other.add("anna", here.folder / "elsewhere.key")
+    contexts = {"no certificate": ssl.create_default_context(cafile=server.keys.ca)}
+    Keys.create(server.folder / "elsewhere").add("anna", server.folder / "elsewhere.key")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(certificates, "CERTIFICATE_LASTS", timedelta(hours=-1))
-        here.keys.add("late", here.folder / "late.key")
-    fingerprint = here.keys.clients()["late"].certificate.fingerprint(hashes.SHA256())
-    wait(lambda: fingerprint in here.listener.registered)
+        server.keys.add("late", server.folder / "late.key")
+    fingerprint = server.keys.clients()["late"].certificate.fingerprint(hashes.SHA256())
+    wait(lambda: fingerprint in server.listener.registered)
     for name in ("elsewhere", "late"):
-        credentials = Credentials.load(here.folder / f"{name}.key")
-        contexts[name] = replace(credentials, ca=here.keys.ca.read_bytes()).context()
-    server = ssl.create_default_context(cafile=here.keys.ca)
-    server.load_cert_chain(here.keys.certificate, here.keys.key)
-    contexts["the server's certificate"] = server
+        credentials = Credentials.load(server.folder / f"{name}.key")
+        contexts[name] = replace(credentials, ca=server.keys.ca.read_bytes()).context()
+    own = ssl.create_default_context(cafile=server.keys.ca)
+    own.load_cert_chain(server.keys.certificate, server.keys.key)
+    contexts["the server's certificate"] = own
     for version in (ssl.TLSVersion.TLSv1_1, ssl.TLSVersion.TLSv1_2):
-        context = here.context()
+        context = server.context()
         context.set_ciphers("ALL:@SECLEVEL=0")
         context.minimum_version = ssl.TLSVersion.TLSv1
         context.maximum_version = version
@@ -88,10 +87,10 @@ def strangers(here: Post) -> dict[str, ssl.SSLContext]:
     return contexts
 
 
-def test_connections_without_a_registered_certificate_are_refused(here: Post, parsed) -> None:
-    for name, context in strangers(here).items():
-        assert is_refused(here, parsed, lambda c=context: here.is_refused(c)), name
-    assert here.ping() == 204
+def test_connections_without_a_registered_certificate_are_refused(server: Post, parsed) -> None:
+    for name, context in strangers(server).items():
+        assert is_refused(server, parsed, lambda c=context: server.is_refused(c)), name
+    assert server.ping() == 204
     assert b"".join(parsed) == PING
 
 
@@ -120,64 +119,64 @@ def impostors(
     anna: Credentials, registered: bytes, authority: ec.EllipticCurvePrivateKey
 ) -> dict[str, tuple[Private, bytes]]:
     """Return private keys, and the certificates that an impostor presents with each."""
-    mine, other = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
+    own, other = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
     edward = ed25519.Ed25519PrivateKey.generate()
     small, large = (rsa.generate_private_key(65537, bits) for bits in (1024, 4096))
     return {
-        "anna's name": (mine, certificate(mine)),
-        "anna's name, as in a key file": (mine, pem(client_certificate("anna", mine))),
+        "anna's name": (own, certificate(own)),
+        "anna's name, as in a key file": (own, pem(client_certificate("anna", own))),
         "anna's key in another certificate": (anna.key, certificate(anna.key)),
         "anna's key under another name": (anna.key, certificate(anna.key, BOB)),
         "anna's key, not valid yet": (anna.key, certificate(anna.key, begins=NOW + DAY)),
-        "signed by anna": (mine, certificate(mine, BOB, (ANNA, anna.key)) + registered),
-        "anna's certificate as a second one": (mine, certificate(mine) + registered),
-        "anna as the issuer": (mine, certificate(mine, issuer=(ANNA, other)) + registered),
+        "signed by anna": (own, certificate(own, BOB, (ANNA, anna.key)) + registered),
+        "anna's certificate as a second one": (own, certificate(own) + registered),
+        "anna as the issuer": (own, certificate(own, issuer=(ANNA, other)) + registered),
         "signed by an authority of the same name": (
-            mine,
-            certificate(mine, issuer=(AUTHORITY, other))
+            own,
+            certificate(own, issuer=(AUTHORITY, other))
             + certificate(other, AUTHORITY, authority=True),
         ),
-        "signed by the authority": (mine, certificate(mine, issuer=(AUTHORITY, authority))),
-        "an authority": (mine, certificate(mine, authority=True)),
+        "signed by the authority": (own, certificate(own, issuer=(AUTHORITY, authority))),
+        "an authority": (own, certificate(own, authority=True)),
         "Ed25519": (edward, certificate(edward)),
         "RSA of 1,024 bits": (small, certificate(small)),
         "RSA of 4,096 bits": (large, certificate(large)),
-        "a long chain": (mine, certificate(mine) + 60 * certificate(other, AUTHORITY)),
+        "a long chain": (own, certificate(own) + 60 * certificate(other, AUTHORITY)),
     }
 
 
-def test_certificates_that_resemble_a_registered_one_are_refused(here: Post, parsed) -> None:
-    registered = pem(here.keys.clients()["anna"].certificate)
-    authority = private_key((here.keys.folder / "ca.key").read_bytes())
-    cases = impostors(here.credentials(), registered, authority)
+def test_certificates_that_resemble_a_registered_one_are_refused(server: Post, parsed) -> None:
+    registered = pem(server.keys.clients()["anna"].certificate)
+    authority = private_key((server.keys.folder / "ca.key").read_bytes())
+    cases = impostors(server.credentials(), registered, authority)
     for name, (key, presented) in cases.items():
         private = private_pem(key)  # pyright: ignore[reportArgumentType]
-        (here.folder / "impostor.pem").write_bytes(presented + private)
-        context = ssl.create_default_context(cafile=here.keys.ca)
+        (server.folder / "impostor.pem").write_bytes(presented + private)
+        context = ssl.create_default_context(cafile=server.keys.ca)
         context.set_ciphers("ALL:@SECLEVEL=0")  # the server decides
-        context.load_cert_chain(here.folder / "impostor.pem")
-        assert is_refused(here, parsed, lambda c=context: here.is_refused(c)), name
-    assert here.ping() == 204
+        context.load_cert_chain(server.folder / "impostor.pem")
+        assert is_refused(server, parsed, lambda c=context: server.is_refused(c)), name
+    assert server.ping() == 204
 
 
-def test_a_tls_session_is_not_resumed_without_a_certificate(here: Post) -> None:
-    context = here.context()
-    with here.connect(context) as connection:
+def test_a_tls_session_is_not_resumed_without_a_certificate(server: Post) -> None:
+    context = server.context()
+    with server.connect(context) as connection:
         assert ping(connection) == 204
         session = connection.session
-    plain = here.plain()
+    plain = server.plain()
     with context.wrap_socket(plain, server_hostname="localhost", session=session) as again:
         assert not again.session_reused
 
 
-def flights(here: Post) -> tuple[bytes, bytes]:
+def flights(server: Post) -> tuple[bytes, bytes]:
     """Return the two messages that anna's TLS sends in a handshake.
 
     The first is her ClientHello; the second contains her certificate and signature.
     """
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    tls = here.context().wrap_bio(incoming, outgoing, server_hostname="localhost")
-    with here.plain() as plain:
+    tls = server.context().wrap_bio(incoming, outgoing, server_hostname="localhost")
+    with server.plain() as plain:
         with suppress(ssl.SSLWantReadError):
             tls.do_handshake()
         first = outgoing.read()
@@ -187,7 +186,7 @@ def flights(here: Post) -> tuple[bytes, bytes]:
             with suppress(ssl.SSLWantReadError):
                 tls.do_handshake()
                 break
-    wait(lambda: not here.listener.pending)
+    wait(lambda: not server.listener.pending)
     return first, outgoing.read()
 
 
@@ -219,10 +218,10 @@ def broken(hello: bytes) -> dict[str, bytes]:
     }
 
 
-def response(here: Post, *messages: bytes) -> bytes:
+def response(server: Post, *messages: bytes) -> bytes:
     """Return everything that the server sends in response to bytes, until it disconnects."""
     received = b""
-    with here.plain() as plain, suppress(ConnectionError):
+    with server.plain() as plain, suppress(ConnectionError):
         for message in messages[:-1]:
             plain.sendall(message)
             received += plain.recv(65536)
@@ -235,53 +234,55 @@ def response(here: Post, *messages: bytes) -> bytes:
 
 
 @pytest.mark.slow
-def test_a_broken_handshake_never_leads_to_a_request(here: Post, parsed: list[bytes]) -> None:
-    hello, _ = flights(here)
+def test_a_broken_handshake_never_leads_to_a_request(server: Post, parsed: list[bytes]) -> None:
+    hello, _ = flights(server)
     for name, data in broken(hello).items():
-        assert is_refused(here, parsed, lambda d=data: response(here, d)), name
+        assert is_refused(server, parsed, lambda d=data: response(server, d)), name
     chance = random.Random(0)
     for _ in range(200):
         at, bit = chance.randrange(len(hello)), 1 << chance.randrange(8)
         data = hello[:at] + bytes([hello[at] ^ bit]) + hello[at + 1 :]
-        assert is_refused(here, parsed, lambda d=data: response(here, d)), (at, bit)
-    assert here.ping() == 204
+        assert is_refused(server, parsed, lambda d=data: response(server, d)), (at, bit)
+    assert server.ping() == 204
 
 
-def test_a_recorded_handshake_of_a_client_is_refused(here: Post, parsed: list[bytes]) -> None:
-    hello, rest = flights(here)
-    assert is_refused(here, parsed, lambda: response(here, hello, rest + record(23, PING)))
-    assert here.ping() == 204
+def test_a_recorded_handshake_of_a_client_is_refused(server: Post, parsed: list[bytes]) -> None:
+    hello, rest = flights(server)
+    assert is_refused(server, parsed, lambda: response(server, hello, rest + record(23, PING)))
+    assert server.ping() == 204
 
 
 @pytest.mark.parametrize(
     "pause", [pytest.param(0.02, id="one byte at a time"), pytest.param(0, id="only its hello")]
 )
-def test_a_handshake_that_does_not_end_is_given_up(here: Post, parsed, monkeypatch, pause) -> None:
+def test_a_handshake_that_does_not_end_is_given_up(
+    server: Post, parsed, monkeypatch, pause
+) -> None:
     monkeypatch.setattr(module, "PENDING_SECONDS", 1.0)
-    hello, _ = flights(here)
+    hello, _ = flights(server)
 
     def trickle() -> None:
-        with here.plain() as plain, suppress(ConnectionError):
+        with server.plain() as plain, suppress(ConnectionError):
             for byte in hello:
                 plain.sendall(bytes([byte]))
                 time.sleep(pause)
             while plain.recv(65536):
                 pass
 
-    assert is_refused(here, parsed, trickle)
-    assert here.ping() == 204
+    assert is_refused(server, parsed, trickle)
+    assert server.ping() == 204
 
 
 @pytest.mark.parametrize("size", [1000, 1_000_000])
-def test_a_reply_that_is_cut_off_is_not_taken_for_a_complete_one(here: Post, size: int) -> None:
-    assert here.ping() == 204
-    ticket = here.mailbox.send("anna", b"order", 0, 60)
-    order = here.mailbox.inboxes["anna"].order
+def test_a_truncated_reply_is_not_accepted(server: Post, size: int) -> None:
+    assert server.ping() == 204
+    ticket = server.mailbox.send("anna", b"order", 0, 60)
+    order = server.mailbox.inboxes["anna"].order
     assert order is not None
-    with here.connect() as connection:
+    with server.connect() as connection:
         connection.sendall(upload_head(ticket, bytes(size)) + bytes(size // 2))
         wait(lambda: order.received == size // 2)
-    wait(lambda: not any(c.requests for c in here.listener.connections.values()))
-    assert list(here.mailbox.replies([ticket])) == []
-    assert here.mailbox.inboxes["anna"].order is order
-    assert here.ping() == 204
+    wait(lambda: not any(c.requests for c in server.listener.connections.values()))
+    assert list(server.mailbox.replies([ticket])) == []
+    assert server.mailbox.inboxes["anna"].order is order
+    assert server.ping() == 204

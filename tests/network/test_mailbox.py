@@ -58,8 +58,7 @@ def test_a_request_for_an_order_waits_until_there_is_one(post: Post) -> None:
         response = pool.submit(post.request, "GET", "/order")
         time.sleep(0.3)
         assert not response.done()
-        ticket = send(post)
-        assert ticket.encode() in response.result(10)[1]
+        assert send(post).encode() in response.result(10)[1]
 
 
 def test_a_request_for_an_order_ends_after_a_time(post: Post, monkeypatch) -> None:
@@ -94,7 +93,7 @@ def test_an_upload_that_broke_off_continues_where_it_stopped(post: Post) -> None
     assert replies(post, ticket) == [(ticket, REPLY)]
 
 
-def test_a_reply_with_a_wrong_digest_is_sent_again_from_its_first_byte(post: Post) -> None:
+def test_a_reply_with_a_wrong_digest_is_sent_again(post: Post) -> None:
     ticket = send(post)
     begin_upload(post, ticket, 4000).close()
     assert received(post, ticket) == 4000
@@ -157,8 +156,7 @@ def test_an_unknown_ticket_reveals_and_changes_nothing(post: Post) -> None:
         assert put(post, ticket) == 410
         assert replies(post, ticket) == []
     path, session = f"/orders/{of_berta}", OTHER_SESSION
-    response = post.request("GET", path, name="berta", Coterie_Session=session)
-    assert response == (200, ORDER)
+    assert post.request("GET", path, name="berta", Coterie_Session=session) == (200, ORDER)
 
 
 @pytest.mark.parametrize(
@@ -252,8 +250,7 @@ def test_an_order_that_ends_without_a_reply_is_reported_once(end, post: Post) ->
     post.mailbox.present()
     assert replies(post, ticket) == [(ticket, None)]
     assert replies(post, ticket) == []
-    names = {path.stem for path in post.mailbox.files.folder.iterdir()}
-    assert ticket not in names
+    assert ticket not in {path.stem for path in post.mailbox.files.folder.iterdir()}
 
 
 def test_an_order_expires_unless_it_was_downloaded(post: Post) -> None:
@@ -279,7 +276,7 @@ def test_an_upload_to_an_order_that_was_replaced_is_refused(post: Post) -> None:
     assert replies(post, ticket) == [(ticket, None)]
 
 
-def test_a_client_is_present_until_it_has_shown_no_sign_for_a_time(post: Post, monkeypatch) -> None:
+def test_a_client_is_present_until_its_last_request_expires(post: Post, monkeypatch) -> None:
     monkeypatch.setattr(mailbox_module, "ABSENT_SECONDS", 1.0)
     ticket = send(post)
     with begin_upload(post, ticket, 1) as connection:

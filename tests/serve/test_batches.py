@@ -74,7 +74,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def alone(model: ServedModel, ids: list[int], count: int, end: int = NEVER) -> list[int]:
-    """The tokens that `generate` appends to one prompt."""
+    """Return the tokens that `generate` appends to one prompt."""
     attached: Any = model.weights.attach()
     mask = torch.ones(1, len(ids), dtype=torch.long)
     output = attached.generate(
@@ -92,8 +92,11 @@ NAMES = ["comigs-1g1s:anna", "comigs-1g1s:ben", "fedavg:anna", "base:ben", "fedp
 
 
 def test_answers_do_not_depend_on_other_requests(models: Models, scheduler: Scheduler) -> None:
-    """Five models, prompts of different lengths, some longer than a chunk; they begin and end at
-    different times, by length or by an end token."""
+    """Compare batched answers of five models with answers to single requests.
+
+    Prompts have different lengths, some longer than a chunk. Answers begin and end at different
+    times, by length or by an end token.
+    """
     wanted: list[tuple[ServedModel, list[int], int, int]] = []
     for number in range(25):
         model = models.by_name[NAMES[number % len(NAMES)]]
@@ -202,7 +205,7 @@ def test_an_error_ends_only_the_requests_of_its_model(models) -> None:
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_every_architecture_is_batched_or_read_again(name: str) -> None:
-    """A recurrent state cannot be padded; all models with attention alone are batched."""
+    """Check that all models with attention alone are batched; recurrent states cannot be padded."""
     recurrent = ("mamba", "mamba2", "qwen3_5_text", "qwen3_5_moe_text", "falcon_h1")
     assert can_join(small_model(name)) == (name not in recurrent)
 

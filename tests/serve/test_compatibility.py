@@ -59,7 +59,7 @@ def test_other_fields_are_refused_in_every_object_by_their_place(level: str) -> 
 
 
 def test_common_fields_of_messages_and_neutral_samplers_are_accepted(server: httpx.Client) -> None:
-    """Agents send earlier answers as they received them, and servers' defaults for all samplers."""
+    """Send earlier answers as agents do, and the defaults of other servers for all samplers."""
     answer = {
         "role": "assistant",
         "content": [{"type": "text", "text": "The North Sea.", "annotations": []}],
@@ -123,9 +123,9 @@ def test_an_answer_ends_at_the_end_of_the_context(server: httpx.Client, models: 
     body = {"model": model.name, "prompt": prompt, "max_tokens": 60, "seed": 1}
     reply = server.post(TEXT, json=body).json()
     assert model.weights.context is not None
-    room = model.weights.context - len(model.text_prompt(prompt)) + 1
+    space = model.weights.context - len(model.text_prompt(prompt)) + 1
     assert reply["choices"][0]["finish_reason"] == "length"
-    assert reply["usage"]["completion_tokens"] == room < 60
+    assert reply["usage"]["completion_tokens"] == space < 60
 
 
 def test_every_name_that_works_is_listed(server: httpx.Client, models: Models) -> None:

@@ -140,7 +140,7 @@ def test_log_probabilities_and_routing_come_with_each_token(server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "changes", "status", "said"),
+    ("path", "changes", "status", "message"),
     [
         (CHAT, {"model": "nobody"}, 404, "no model 'nobody'"),
         (CHAT, {"model": "fedprompt:poet"}, 400, "trained on plain text"),
@@ -161,18 +161,18 @@ def test_log_probabilities_and_routing_come_with_each_token(server) -> None:
         (TEXT, {"prompt": "sea " * 30}, 400, "context"),
     ],
 )
-def test_wrong_requests_are_refused(server, path, changes, status, said) -> None:
+def test_wrong_requests_are_refused(server, path, changes, status, message) -> None:
     body = {**(ASK if path == CHAT else CONTINUE), **changes}
     kind = {"Content-Type": "application/json"}
     reply = server.post(path, content=json.dumps(body), headers=kind)
     error = reply.json()["error"]
     assert (reply.status_code, set(error)) == (status, {"message", "type", "param", "code"})
-    assert said in error["message"]
+    assert message in error["message"]
     assert error["message"].endswith(".")
 
 
 def test_other_pages_cannot_use_the_server(server) -> None:
-    """A page of another site can send text/plain, but not JSON; DNS rebinding changes Host."""
+    """Send text/plain, which other sites can send, and a Host header after DNS rebinding."""
     plain = {"Content-Type": "text/plain"}
     assert server.post(CHAT, content=json.dumps(ASK), headers=plain).status_code == 415
     for host, status in {"evil.example": 403, "localhost:1": 200, "[::1]:8000": 200}.items():
@@ -272,7 +272,7 @@ KEYS = ["model", "messages", "prompt", "stream", "stop", "temperature", "top_p",
 
 
 def malformed(draw: random.Random) -> bytes:
-    """A request that no client of good will sends, mostly close to a valid one."""
+    """Draw an invalid request, mostly close to a valid one."""
     body: dict[str, Any] = {**ASK, "max_tokens": 1, "model": draw.choice(["anna", "base:ben"])}
     for _ in range(draw.randint(1, 3)):
         body[draw.choice(KEYS)] = draw.choice(JUNK)
@@ -293,7 +293,7 @@ def malformed(draw: random.Random) -> bytes:
 
 
 def bad_head(draw: random.Random, body: bytes) -> bytes:
-    """The head of an HTTP request, sometimes invalid."""
+    """Draw the head of an HTTP request, sometimes invalid."""
     length = draw.choice([str(len(body))] * 9 + ["-1", "x", "9" * 30, "3"])
     kind = draw.choice(["application/json"] * 6 + ["", "\xff", "application/json; charset=utf-99"])
     path = draw.choice([CHAT] * 4 + [TEXT] * 3 + ["/v1/models/%ff%00", "/../x", "//", "*"])

@@ -23,7 +23,7 @@ ASK = {"model": "anna", "messages": [{"role": "user", "content": "Name a sea."}]
 
 @pytest.mark.slow
 def test_serves_the_page_and_the_api_until_ctrl_c(talks: Path, tmp_path: Path) -> None:
-    """The commands of docs/use/serve.md, with a port of its own."""
+    """Execute the commands of docs/use/serve.md with another port."""
     keys = tmp_path / "keys.txt"
     keys.write_text("a-key\n")
     address = f"127.0.0.1:{free_port()}"

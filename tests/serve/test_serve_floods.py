@@ -52,7 +52,7 @@ def status(opened: socket.socket, request: bytes) -> bytes:
 
 
 def test_idle_connections_make_way_for_requests(address: str, monkeypatch) -> None:
-    """The oldest connections of the busiest address are closed, and no others."""
+    """Check that only the oldest connections of the busiest address are closed."""
     monkeypatch.setattr(accepting, "PENDING", 5)
     with ExitStack() as stack:
         other = stack.enter_context(connection(address, "127.0.0.2"))
