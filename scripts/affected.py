@@ -23,9 +23,9 @@ HOURS = 12
 ALSO = {
     "methods": {"engines", "testing"},
     "devices": {"adapters", "engines", "methods", "training"},
-    "crashes": {"deployment", "engines"},
+    "deployment/test_crashes.py": {"deployment", "engines"},
 }
-"""For a folder of tests, further packages whose changes it covers."""
+"""For a folder or file of tests, further packages whose changes it covers."""
 PAPERS = {"adapters", "alignment", "methods"}
 """Packages on which the papers' results depend most."""
 EVERYTHING = (["papers/tests", "tests"], [])

@@ -9,6 +9,7 @@ import pytest
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "affected.py"
 EVERYTHING = (["papers/tests", "tests"], [])
+CRASHES = "tests/deployment/test_crashes.py"
 IMPORTS = {"cli": {"engines", "serve"}, "engines": {"methods"}, "methods": {"data"}}
 
 
@@ -31,7 +32,7 @@ def script() -> ModuleType:
         (["src/coterie/training/dpo.py"], ["tests/devices", "tests/training"], []),
         (
             ["src/coterie/methods/pcl.py", "src/coterie/engines/local.py"],
-            ["papers/tests", "tests/crashes", "tests/devices", "tests/engines", "tests/methods"],
+            ["papers/tests", CRASHES, "tests/devices", "tests/engines", "tests/methods"],
             ["tests/cli", "tests/test_*.py"],
         ),
         (["tests/serve/test_app.py"], ["tests/serve"], []),
