@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from durations import is_slow, listed
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "affected.py"
 EVERYTHING = (["papers/tests", "tests"], [])
@@ -63,3 +64,12 @@ def test_packages_are_read_with_what_they_import(script) -> None:
 def test_what_the_last_commits_changed_can_be_found(script) -> None:
     for path in chain(*script.after_last_commit()):
         assert (SCRIPT.parent.parent / path).exists()
+
+
+def test_each_slow_test_exists_and_is_marked() -> None:
+    ids = listed()
+    for test in ids:
+        file, *names = test.partition("[")[0].split("::")
+        assert f"def {names[-1]}(" in (SCRIPT.parents[1] / file).read_text(encoding="utf-8"), test
+        assert is_slow(f"{test}[other]" if "[" not in test else test, ids)
+    assert not is_slow("tests/methods/test_contract.py::TestEveryMethod::test_x", ids)
