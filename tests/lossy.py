@@ -50,9 +50,6 @@ class LossyProxy:
         """The intervals at whose end at least one connection broke."""
         self.carried = 0
         """Number of bytes that have reached the proxy, including those that it has discarded."""
-        self.whole = threading.Event()
-        """An event without which nothing is forwarded; it is set."""
-        self.whole.set()
         self.listening = socket.create_server(("127.0.0.1", port), backlog=64)
         self.port = self.listening.getsockname()[1]
         self.address = f"localhost:{self.port}"
@@ -77,7 +74,6 @@ class LossyProxy:
             except OSError:
                 return
             self.accepted += 1
-            self.whole.wait()
             try:
                 far = socket.create_connection(("127.0.0.1", self.target))
             except OSError:
@@ -103,7 +99,6 @@ class LossyProxy:
                     if not (piece := source.recv(PIECE)):
                         return
                     time.sleep(self.delay + (len(piece) / self.rate if self.rate else 0))
-                    self.whole.wait()
                     before, count = count, count + len(piece)
                     with self.lock:
                         self.carried += len(piece)

@@ -4,7 +4,6 @@ Run as a program, this is Coterie's command line with every message on tape, and
 holds a client in mid-round; see `taped`.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import psutil
 import yaml
 from ports import die_with_parent, free_port
 
@@ -41,14 +39,6 @@ class Program:
     def text(self) -> str:
         """All that was printed, by all lives of this process."""
         return self.out.read_text(encoding="utf-8")
-
-    def family(self) -> list[psutil.Process]:
-        """Return this process and all its descendants."""
-        try:
-            me = psutil.Process(self.process.pid)
-            return [me, *me.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
 
     def send(self, number: int) -> None:
         """Send a signal to the whole process group, as Ctrl-C does in a terminal."""
@@ -82,7 +72,6 @@ class Deployment:
         unnamed.pop("data_root", None)
         (folder / "run.yaml").write_text(yaml.safe_dump(unnamed), encoding="utf-8")
         self.programs: dict[str, Program] = {}
-        self._ever: list[psutil.Process] = []
 
     def __enter__(self) -> Self:
         return self
@@ -91,9 +80,6 @@ class Deployment:
         """Kill all processes that still run."""
         for name in self.programs:
             self.kill(name)
-        for process in self._ever:
-            if process.is_running():
-                process.kill()
 
     def make_keys(self) -> None:
         """Create the server's folder of keys, and a key file for every client."""
@@ -108,23 +94,13 @@ class Deployment:
         address = f"127.0.0.1:{self.port}"
         return self._start("server", ["server", "run.yaml", "--address", address, *options])
 
-    def join(self, *names: str, port: int | None = None, key_file: Path | None = None) -> None:
+    def join(self, *names: str) -> None:
         """Start clients; the same again goes on where they were."""
         for name in names or self.texts:
-            where = ["--server", f"localhost:{port or self.port}", "--out", f"site-{name}"]
-            key = key_file or self.folder / f"{name}.key"
-            text = self.texts.get(name, next(iter(self.texts.values())))
-            options = ["--key", str(key), "--data", str(text), "--run", "run.yaml"]
-            base = self.base_of(name)
-            options += ["--base", base] if base else []
-            public = self.run.get("data", {}).get("public")
-            options += ["--public", public] if public else []
+            where = ["--server", f"localhost:{self.port}", "--out", f"site-{name}"]
+            options = ["--key", f"{name}.key", "--data", str(self.texts[name]), "--run", "run.yaml"]
+            options += ["--base", self.run["base"]] if Path(self.run["base"]).is_dir() else []
             self._start(name, ["client", *where, *options])
-
-    def base_of(self, name: str) -> str | None:
-        """Return a client's base, if it is a folder."""
-        base = self.run.get("bases", {}).get(name, self.run["base"])
-        return base if Path(base).is_dir() else None
 
     def _start(self, name: str, arguments: list[str]) -> Program:
         command = COTERIE
@@ -135,14 +111,10 @@ class Deployment:
         self.programs[name] = Program(command, self.folder, self.folder / f"{name}.out")
         return self.programs[name]
 
-    def kill(self, name: str) -> list[psutil.Process]:
-        """Kill a process, and return its descendants, which should end by themselves."""
-        program = self.programs[name]
-        children = program.family()[1:]
-        self._ever += children
-        program.process.kill()
-        program.process.wait()
-        return children
+    def kill(self, name: str) -> None:
+        """Kill a process."""
+        self.programs[name].process.kill()
+        self.programs[name].end()
 
     @property
     def server(self) -> RunFolder:
@@ -158,21 +130,6 @@ class Deployment:
         """Return the lines that all processes of a client logged."""
         return (self.folder / f"site-{name}/client-{name}.log").read_text(encoding="utf-8")
 
-    def logs(self) -> dict[Path, str]:
-        """Return the text that the server has logged."""
-        path = self.server.path / "server.log"
-        return {path: path.read_text(encoding="utf-8")} if path.exists() else {}
-
-    def log(self, before: Mapping[Path, str] | None = None) -> str:
-        """Return all logs as one text, without what they contained `before`."""
-        old = before or {}
-        return "\n".join(text[len(old.get(path, "")) :] for path, text in self.logs().items())
-
-    def counted(self, name: str) -> list[int]:
-        """Return the complete rounds that contain a client's upload."""
-        lines = self.server.metrics()
-        return [m["round"] for m in lines if (m["client"], m["name"]) == (name, "bytes/up")]
-
     def done(self) -> int:
         """Return the number of complete rounds."""
         return self.server.turns() if self.server.path.exists() else 0
@@ -186,17 +143,6 @@ class Deployment:
                 raise AssertionError("\n".join(["it never came", *tails]))
             time.sleep(0.02)
         return value
-
-    def rounds_more(self, count: int) -> None:
-        """Let some rounds pass."""
-        goal = self.done() + count
-        self.wait(lambda: self.done() >= goal)
-
-    def until_counted(self, name: str, after: int | None = None, seconds: float = 120) -> float:
-        """Return the seconds until a client counts in a complete round, of rounds from `after`."""
-        began, first = time.monotonic(), self.done() if after is None else after
-        self.wait(lambda: max(self.counted(name), default=-1) >= first, seconds)
-        return time.monotonic() - began
 
     def ends(self, seconds: float = 150) -> dict[str, int]:
         """Return all exit codes, once all processes have ended."""
@@ -219,12 +165,6 @@ class Deployment:
     def held(self, name: str, seconds: float = 90) -> None:
         """Wait until a rope holds a client."""
         self.wait((self.folder / f"tape-{name}" / "held").exists, seconds)
-
-    def hold(self, name: str) -> Path:
-        """Hold a client in this or the next round; returns when it is held, with the rope."""
-        rope = self.rope(name)
-        self.held(name)
-        return rope
 
     def tape(self, name: str) -> list[bytes]:
         """Return every message that a program received or sent, in order."""
@@ -268,8 +208,7 @@ def taped(folder: Path) -> None:
     from coterie.network.order_files import Order
 
     def note(data: bytes) -> None:
-        # A client whose disk is said to be full has no tape either.
-        with suppress(OSError), (folder / "tape").open("ab") as tape:
+        with (folder / "tape").open("ab") as tape:
             tape.write(len(data).to_bytes(8, "big") + data)
 
     answer, step = Worker.answer, ClientHost.step
@@ -304,23 +243,6 @@ def taped(folder: Path) -> None:
     Worker.answer, ClientHost.step = answer_on_tape, step_on_a_rope
     Mailbox.send, Order.take = send_on_tape, take_on_tape
     main()
-
-
-def say(fault: str, happened: str, seconds: float | None = None) -> None:
-    """Print a line of the table of faults, which `pytest -s` shows."""
-    took = "" if seconds is None else f"{seconds:.0f} s"
-    print(f"\n| {fault} | {happened} | {took} |", flush=True)
-
-
-def about(folder: RunFolder) -> dict[str, Any]:
-    """Return the description of the newest step in a client's folder."""
-    path = folder.checkpoint(folder.turns()) / "about.json"
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def stopped(pids: list[psutil.Process], seconds: float = 20) -> bool:
-    """Return whether processes end by themselves."""
-    return not psutil.wait_procs(pids, timeout=seconds)[1]
 
 
 if __name__ == "__main__":

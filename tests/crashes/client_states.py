@@ -137,12 +137,6 @@ CLIENT_RESUMED = (
     # The reply with the stored upload is made; nothing of it is sent.
     client("resumed: stored upload read", f"{CLIENT}.step", after, first=STEPPED),
 )
-CLIENT_STATES = {
-    "start": CLIENT_STARTS,
-    "join": CLIENT_JOINS,
-    "order": CLIENT_ORDERS,
-    "step": CLIENT_STEPS,
-    "reply": CLIENT_REPLIES,
-    "end": CLIENT_ENDS,
-    "restart": CLIENT_RESUMED,
-}
+CLIENT_STATES = (CLIENT_STARTS + CLIENT_JOINS + CLIENT_ORDERS + CLIENT_STEPS + CLIENT_REPLIES) + (
+    CLIENT_ENDS + CLIENT_RESUMED
+)

@@ -43,12 +43,7 @@ from crashes.server_states import SERVER_STATES
 from crashes.state import CLIENTS, ROUNDS, State
 from crashes.ways import install
 
-GROUPS = {
-    **{("server", phase): states for phase, states in SERVER_STATES.items()},
-    **{("client", phase): states for phase, states in CLIENT_STATES.items()},
-}
-"""The states by side and by phase of the run."""
-STATES = tuple(state for states in GROUPS.values() for state in states)
+STATES = (*SERVER_STATES, *CLIENT_STATES)
 INT8 = Path(__file__).parents[2] / "examples" / "transforms" / "int8.py"
 SECONDS_IN_ALL = 60.0
 """The time after which a deployment counts as hanging."""
@@ -69,16 +64,10 @@ SET_PARENT_DEATH_SIGNAL = 1
 class Outcome:
     """The outcome of a deployment with a killed process."""
 
-    state: int
-    """The number of the state in `STATES`."""
-    seed: int
     killed: int = 0
     """The number of processes that killed themselves with SIGKILL in the requested states."""
     difference: str = ""
     """The difference from the undisturbed run, or why the run did not end; empty if equal."""
-    seconds: float = 0.0
-    cpu: float = 0.0
-    """The seconds of CPU of all processes."""
     notes: list[str] = field(default_factory=list)
     """The last lines of the processes' outputs, if there is a difference."""
 
@@ -128,7 +117,7 @@ class Stage:
         gc.collect()
         gc.freeze()
         self.undisturbed = Deployment(self, folder / "undisturbed", None, 0)
-        outcome = self.undisturbed.run(Outcome(-1, 0))
+        outcome = self.undisturbed.run()
         assert not outcome.difference, (outcome.difference, outcome.notes)
         self.local = RunFolder(out)
         compare(self.undisturbed, self.undisturbed, self.local)
@@ -147,7 +136,7 @@ class Stage:
         """Execute a deployment in which a process is killed, and compare it."""
         folder = self.folder / f"{number:02d}-{seed:02d}"
         deployment = Deployment(self, folder, STATES[number], seed)
-        outcome = deployment.run(Outcome(number, seed))
+        outcome = deployment.run()
         if not outcome.difference:
             try:
                 compare(deployment, self.undisturbed, self.local)
@@ -234,11 +223,11 @@ class Deployment:
         the clients can repeat the metrics of the end of the run that the server has lost."""
         self.killed = 0
 
-    def run(self, outcome: Outcome) -> Outcome:
-        """Execute the deployment until all processes have ended, and complete its outcome."""
+    def run(self) -> Outcome:
+        """Execute the deployment until all processes have ended, and return its outcome."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir()
-        began, cpu = time.monotonic(), cpu_seconds()
+        outcome, began = Outcome(), time.monotonic()
         try:
             for name in self.lives:
                 self.start(name)
@@ -252,8 +241,7 @@ class Deployment:
             for pid in self.pids:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-        outcome.killed, outcome.cpu = self.killed, cpu_seconds() - cpu
-        outcome.seconds = time.monotonic() - began
+        outcome.killed = self.killed
         return outcome
 
     def start(self, name: str) -> None:
@@ -340,8 +328,3 @@ class Deployment:
         """Return a client's run folder."""
         folders = [*(self.folder / name).glob(f"{name}-*/run.json")]
         return RunFolder(folders[0].parent if folders else self.folder / name / "missing")
-
-
-def cpu_seconds() -> float:
-    """Return the seconds of CPU of this process and of the ended processes that it forked."""
-    return sum(os.times()[:4])

@@ -170,11 +170,4 @@ SERVER_RESUMED = (
     # The state and the metrics are those of the newest checkpoint; no client is connected.
     server("resumed: state restored", f"{SERVER}._restore", after, first=APPENDED),
 )
-SERVER_STATES = {
-    "start": STARTS,
-    "join": SERVER_JOINS,
-    "order and reply": SERVER_ORDERS,
-    "round": SERVER_ROUNDS,
-    "end": SERVER_ENDS,
-    "restart": SERVER_RESUMED,
-}
+SERVER_STATES = STARTS + SERVER_JOINS + SERVER_ORDERS + SERVER_ROUNDS + SERVER_ENDS + SERVER_RESUMED

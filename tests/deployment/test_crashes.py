@@ -6,14 +6,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("aiohttp", reason="the extra deployment is not installed")
-from crashes.__main__ import list_all, print_table
 from crashes.deployments import STATES, Outcome
 from crashes.state import State
 from ports import die_with_parent
@@ -33,7 +31,7 @@ def crash(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crash]:
     paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
     variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with subprocess.Popen(
-        [sys.executable, "-m", "crashes", "run", str(folder / "runs")],
+        [sys.executable, "-m", "crashes", str(folder / "runs")],
         env={**os.environ, **variables},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -70,22 +68,3 @@ def test_a_run_with_a_killed_process_ends_in_the_same_bits(state, seeds, crash: 
         outcome = crash(state, seed)
         assert outcome.killed == (1 if state.first is None else 2), (seed, outcome)
         assert outcome.difference == "", (seed, outcome)
-
-
-def test_the_table_counts_kills_and_runs_with_the_same_bits(tmp_path, capsys) -> None:
-    last = len(STATES) - 1
-    outcomes = [Outcome(last, 0, 2, "", 4.0, 1.0), Outcome(last, 1, 2, "no result", 6.0, 2.0)]
-    file = tmp_path / "outcomes.jsonl"
-    file.write_text("".join(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes))
-    print_table([str(file)])
-    lines = capsys.readouterr().out.splitlines()
-    assert f"| {STATES[last]} | 2 | 4 | 1 | 5.0 | 1.5 |" in lines
-    assert "| client | restart | 4 | 2 | 4 | 1 | 5.0 | 1.5 |" in lines
-    assert "no result" in lines[-1]
-
-
-def test_each_state_is_requested_with_each_seed(capsys: pytest.CaptureFixture[str]) -> None:
-    list_all(2)
-    lines = capsys.readouterr().out.split("\n")
-    assert lines[0] == "0 0"
-    assert len({*lines[:-1]}) == 2 * len(STATES) == len({str(state) for state in STATES}) * 2

@@ -174,14 +174,6 @@ def test_an_invalid_upload_is_refused_and_the_run_continues(fault, run, tmp_path
     assert all(folder(run, tmp_path, name).result is not None for name in NAMES)
 
 
-def test_a_round_with_too_few_good_uploads_is_repeated(run, local, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
-    loop = deploy(run, tmp_path, change=Spoilt(narrow, 1))
-    assert steps(loop)["poet", 1] == 2
-    assert steps(loop)["whaler", 1] == 1
-    assert_as_local(run, tmp_path, local)
-
-
 def test_a_client_that_fails_holds_nobody_up(run, tmp_path, monkeypatch) -> None:
     class Failing(Worker):
         def _obey(self, order: Order, body: bytes) -> bytes:

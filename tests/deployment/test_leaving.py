@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,7 @@ import yaml
 from every_method import some
 from looped import NAMES, Killed, Notes, steps_to, succeed
 
-pytest.importorskip("aiohttp", reason="the extra deployment is not installed")
-from sites import Deployment
-
 import coterie
-from coterie.bases import EMBEDDED
 from coterie.config.plugins import load_plugin
 from coterie.deployment.forgetting import Forgotten, forget
 from coterie.errors import CoterieError
@@ -299,56 +294,3 @@ def test_a_new_run_leaves_out_whom_it_is_told_to(values, tmp_path) -> None:
         check_start(load_deployment(read_values(path), ["diarist"]), ["diarist", "whaler"])
     with pytest.raises(CoterieError, match="no clients left"):
         leave_out(config, ["diarist", "whaler"])
-
-
-@pytest.fixture
-def three(values, tmp_path) -> Iterator[Deployment]:
-    """Three clients' deployment whose server was killed after its first round."""
-    clients = [{"name": name, "path": f"{name}.txt"} for name in NAMES]
-    run = values(data_root=str(EMBEDDED / "demo-writers"), clients=clients, rounds=4)
-    with Deployment(tmp_path / "run", run) as deployment:
-        deployment.serve()
-        deployment.join()
-        deployment.rounds_more(1)
-        deployment.kill("server")
-        deployment.kill("poet")
-        yield deployment
-
-
-def removed(deployment: Deployment) -> None:
-    (deployment.folder / "keys/clients/poet.pem").unlink()
-
-
-@pytest.mark.slow
-def test_a_server_goes_on_without_a_client_whose_key_is_gone(three) -> None:
-    removed(three)
-    three.serve("--resume")
-    three.wait(
-        lambda: (
-            "poet has no key; create one with `coterie keys add poet`"
-            in three.programs["server"].text
-        )
-    )
-    three.kill("server")
-    three.serve("--resume", "--without", "poet", "--from-round", "1")
-    three.programs.pop("poet")
-    three.wait(lambda: three.done() >= 2)
-    three.kill("server")
-    three.serve("--resume", "--without", "poet")  # the same again
-    assert set(three.ends().values()) == {0}
-    assert three.counted("poet") == [0]
-    assert three.counted("whaler") == [0, 1, 2, 3]
-
-
-@pytest.mark.thorough
-def test_a_server_goes_on_with_a_smaller_quorum(three) -> None:
-    path = three.folder / "run.yaml"
-    run = yaml.safe_load(path.read_text())
-    path.write_text(yaml.safe_dump({**run, "deployment": {"share_metrics": True, "quorum": 2}}))
-    assert three.serve("--resume").end() == 2
-    assert "deployment.share_metrics (false, now true)" in three.programs["server"].text
-    path.write_text(yaml.safe_dump({**run, "deployment": {"quorum": 2}}))
-    three.serve("--resume")
-    three.programs.pop("poet")
-    three.wait(lambda: three.done() == 4)
-    assert three.counted("whaler") == [0, 1, 2, 3]

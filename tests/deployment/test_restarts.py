@@ -83,9 +83,11 @@ def test_the_command_expels_a_client_that_joined_later(joined, values, monkeypat
     file.write_text(yaml.safe_dump(run))
     Keys.create(keys).add("poet", out.parent / "poet.key")
     monkeypatch.setattr("coterie.deployment.start._run_to_end", lambda folder, *_: folder)
-    options = ("--keys", keys, "--out", out, "--resume", "--without", "diarist")
-    succeed("server", file, *options)
-    assert RunFolder(out).expelled() == {"diarist"}
+    options = ("--keys", keys, "--out", out, "--resume", "--from-round", 1, "--without", "diarist")
+    assert "whaler has no key; create one with `coterie keys add" in succeed(
+        "server", file, *options
+    )
+    assert (RunFolder(out).turns(), RunFolder(out).expelled()) == (1, {"diarist"})
 
 
 def test_expelling_a_name_that_nobody_has_says_so(joined, loop) -> None:

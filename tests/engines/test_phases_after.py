@@ -13,7 +13,7 @@ import coterie
 from coterie.config.plugins import load_plugin
 from coterie.deployment.forgetting import forget
 from coterie.errors import CoterieError
-from coterie.messages import Groups, Json, Message, MessageError
+from coterie.messages import Groups, Json, MessageError
 from coterie.messages.envelope import Order, seal
 from coterie.privacy import secrets
 from coterie.runs import RunFolder, turn_of
@@ -120,18 +120,6 @@ def test_an_upload_counts_without_an_answer(run, tmp_path) -> None:
     assert scored == ["whaler"]
     lines = [line for line in folder.metrics() if line["name"] == "bytes/up"]
     assert sorted(line["client"] for line in lines if turn_of(line) == ASK) == ["diarist", "poet"]
-
-
-@pytest.mark.parametrize("turn", [0, ASK])
-def test_an_invalid_reply_is_asked_for_again(turn, run, tmp_path) -> None:
-    """Check that the downloads of the other clients stay valid."""
-    answer = Message(turn, values={"counted": "yes"}).encode()
-    spoilt = Spoilt(lambda reply, _: seal(reply, answer), turn)
-    two = run(deployment={"quorum": 3})
-    local = RunFolder(coterie.run(two, out=tmp_path / "local").path)
-    loop.deploy(two, tmp_path, change=spoilt)
-    assert spoilt.count
-    loop.assert_as_local(two, tmp_path, local)
 
 
 def test_a_client_expelled_after_its_upload_leaves_after_the_exchange(run, tmp_path) -> None:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from looped import Killed, Spoilt, kill, result_of
+from test_phases_after import Counted
 
 import coterie
 from coterie.config.plugins import load_plugin
@@ -27,7 +28,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "transforms"
 def _loaded() -> None:
     for file in sorted(EXAMPLES.glob("*.py")):
         load_plugin(file)
-    for kind in (Failing, Phased, Trained):
+    for kind in (Counted, Failing, Phased, Trained):
         coterie.register(kind)
 
 
@@ -38,8 +39,10 @@ def shortened(reply: Reply, body: bytes) -> bytes:
     return seal(reply, Message(message.exchange, groups).encode())
 
 
-@pytest.mark.parametrize(("transform", "round"), [("int8", 1), ("masked_sum", 0)])
-def test_a_bad_reply_repeats_the_exchange(transform, round, config, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("transform", "turn"), [("int8", 1), ("masked_sum", 0), ("counted", 0), ("counted", 1)]
+)
+def test_a_bad_reply_repeats_the_exchange(transform, turn, config, tmp_path, monkeypatch) -> None:
     """Truncate one reply, so that the exchange begins again with the uploads of the others."""
     monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
     monkeypatch.setattr(secrets, "draw", lambda: bytes(secrets.KEY_BYTES))  # noise and keys
@@ -49,7 +52,7 @@ def test_a_bad_reply_repeats_the_exchange(transform, round, config, tmp_path, mo
         aggregation={"transforms": [transform], "largest_change": None},
     )
     local = RunFolder(coterie.run(run, out=tmp_path / "local").path)
-    spoilt = Spoilt(shortened, round)
+    spoilt = Spoilt(shortened, turn)
     deploy(run, tmp_path, change=spoilt)
     assert spoilt.count
     assert_as_local(run, tmp_path, local)

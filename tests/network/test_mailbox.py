@@ -5,6 +5,7 @@ import http.client
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from typing import Any
 
 import mail
 import pytest
@@ -23,10 +24,17 @@ from mail import (
     upload_head,
     wait,
 )
+from ports import free_port
 
+from coterie.deployment.mailbox import MailboxServing
+from coterie.deployment.status import ServerWatch
+from coterie.federation.sizes import MiB
 from coterie.network import mailbox as mailbox_module
 from coterie.network import server as server_module
+from coterie.network.keys import Keys
+from coterie.network.mailbox import Mailbox
 from coterie.network.protocol import PROTOCOL, SESSION, VERSION, Offer
+from coterie.runs import RunFolder
 
 OTHER_SESSION = "f" * 32
 
@@ -129,6 +137,20 @@ def test_an_upload_with_invalid_headers_stores_nothing(headers, status, post: Po
     else:
         assert received(post, ticket) == 0
         assert put(post, ticket) == 204
+
+
+@pytest.mark.parametrize(("size", "status"), [(MiB, 400), (MiB + 1, 413)])
+def test_a_run_limits_the_size_of_replies(size, status, config, tmp_path) -> None:
+    run = config(deployment={"largest_message": 1})
+    keys, port = Keys.create(tmp_path / "keys"), free_port()
+    keys.add("anna", tmp_path / "anna.key")
+    serving = MailboxServing(ServerWatch(), keys=keys, address=f"127.0.0.1:{port}")
+    with serving.link(RunFolder(tmp_path), run) as mailbox:
+        assert isinstance(mailbox, Mailbox)
+        server: Any = None
+        post = Post(tmp_path, keys, mailbox, server, port)
+        assert post.ping() == 204
+        assert put(post, send(post), Content_Range=f"bytes 0-{size - 1}/{size}") == status
 
 
 def test_an_upload_in_chunks_is_refused(post: Post) -> None:
