@@ -35,9 +35,8 @@ papers-test: setup  ## run the tests of papers/; 2 to 4 minutes on 2 cores
 gpu-test: setup  ## run all methods and kinds of data on this machine's GPU, and compare losses with its CPU's
 	TEST_GPU=1 $(PYTEST) tests/devices/test_gpu.py
 
-STARTING := $(patsubst %,tests/deployment/test_%.py,deployment flower_processes \
-  intruders leaving process_features remains) $(patsubst %,tests/network/test_%.py,listener listener_floods \
-  listener_tls mailbox_faults client client_errors drops) \
+STARTING := $(patsubst %,tests/deployment/test_%.py,deployment flower_processes) \
+  $(patsubst %,tests/network/test_%.py,listener listener_floods listener_tls mailbox_faults client client_errors drops) \
   tests/engines/test_ray.py tests/engines/test_ray_cluster.py tests/test_real_base.py
 TESTS ?= tests
 PROCESSES = $(filter $(TESTS) $(TESTS:%=%/%) $(SAMPLED) $(SAMPLED:%=%/%),$(STARTING))
