@@ -25,6 +25,8 @@ HYBRID = {
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
 }
 ROUTED = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 128, "state_size": 8}
+GROUPS = {"d_ssm": 64, "n_heads": 8, "d_head": 8, "n_groups": 1, "d_state": 8, "chunk_size": 16}
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": GPT,
@@ -60,25 +62,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**SMALL, **HEADS, **MIXED, **ROUTED},
     "qwen3_5_moe_text": {**SMALL, **HYBRID, **MIXED, **ROUTED},
     "gpt_oss": {**SMALL, **HEADS, **MIXED},
-    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 128, "state_size": 8},
-    "mamba2": {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "vocab_size": 128,
-        "state_size": 8,
-        "num_heads": 8,
-        "head_dim": 8,
-        "n_groups": 1,
-        "chunk_size": 16,
-    },
+    "mamba": MAMBA,
+    "mamba2": {**MAMBA, **HEADS, "num_heads": 8, "n_groups": 1, "chunk_size": 16},
     "falcon_h1": {
         **SMALL,
-        "mamba_d_ssm": 64,
-        "mamba_n_heads": 8,
-        "mamba_d_head": 8,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 8,
-        "mamba_chunk_size": 16,
+        **{f"mamba_{name}": size for name, size in GROUPS.items()},
         "mlp_multipliers": [0.5, 0.25],
     },
 }

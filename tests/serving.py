@@ -1,6 +1,7 @@
 """A server for models in a thread of this process."""
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -30,6 +31,12 @@ def chat_values(**changes: Any) -> dict[str, Any]:
         "training": {"steps": 3, "batch": 2, "precision": "fp32", "learning_rate": 0.02},
         "evaluation": {"keep": "last"},
     } | changes
+
+
+def connected(address: str, source: str = "127.0.0.1") -> socket.socket:
+    """Open a connection to a server from an address of this machine."""
+    host, port = address.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), 30, source_address=(source, 0))
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """The library: run, resume, compare, load."""
 
-import errno
-import os
 import shutil
 from pathlib import Path
 from typing import Any, cast
@@ -108,36 +106,6 @@ def test_resuming_a_finished_run_only_gives_its_results(config, tmp_path, counte
     assert len(counted) == 2
 
 
-def test_resuming_with_changed_texts_is_refused(values, own_texts, tmp_path) -> None:
-    run = parse(values(data_root=str(own_texts)))
-    with pytest.raises(KeyboardInterrupt):
-        coterie.run(run, out=tmp_path / "run", callbacks=[Stop()])
-    change(own_texts, "poet")
-    with pytest.raises(CoterieError, match="text of client 'poet' has changed"):
-        coterie.resume(tmp_path / "run")
-
-
-def test_a_run_goes_on_once_a_full_disk_has_room_again(config, tmp_path, monkeypatch) -> None:
-    whole = coterie.run(config(), out=tmp_path / "whole")
-    free, sync = 12, os.fsync
-
-    def fsync(descriptor: int) -> None:
-        nonlocal free
-        free -= 1
-        if free < 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        sync(descriptor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fsync)
-        with pytest.raises(CoterieError, match=r"Could not write .*: No space left on device\."):
-            coterie.run(config(), out=tmp_path / "run")
-    assert 0 < RunFolder(tmp_path / "run").turns() < 3
-    resumed = coterie.resume(tmp_path / "run")
-    for point in ("trained", "aggregated", "traffic"):
-        assert resumed.results["comigs-1g1s"][point] == whole.results["comigs-1g1s"][point]
-
-
 def test_a_comparison_runs_only_what_is_new(values, own_texts, tmp_path, counted) -> None:
     run = values(rounds=1, data_root=str(own_texts))
     out, lines = tmp_path / "compare", []
@@ -174,11 +142,6 @@ def test_an_interrupted_comparison_is_continued(config, tmp_path, counted) -> No
     assert counted == ["pretrained-0", "fedavg-0", "fedavg-0"]
     fresh = coterie.run(config(method="fedavg"), out=tmp_path / "fresh")
     assert continued.results["fedavg"][0]["trained"] == fresh.results["fedavg"]["trained"]
-
-
-def test_a_comparison_of_nothing_is_refused(config, tmp_path) -> None:
-    with pytest.raises(CoterieError, match="Name at least one method"):
-        coterie.compare(config(), [], out=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,6 @@ PAGE = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 CONTAINERFILE = (ROOT / "deploy" / "Containerfile").read_text(encoding="utf-8")
 UNITS = sorted((ROOT / "deploy").glob("*.service"))
 PROGRAM = "/opt/coterie/bin/coterie"
-USAGE: Any = typer.BadParameter.__mro__[1]
-"""The exception of the CLI for an unknown option or a missing argument."""
 
 
 def blocks(language: str) -> list[str]:
@@ -63,29 +61,12 @@ def find(words: list[str]) -> tuple[Any, list[str]]:
     return command, rest
 
 
-def parse(words: list[str]) -> None:
-    """Parse a command line as the CLI does, and run nothing; raises KeyError or USAGE."""
-    command, arguments = find(words)
-    command.make_context("", arguments)
-
-
 def options(words: list[str]) -> set[str]:
     """Return the options of the command that words begin with."""
     return {name for option in find(words)[0].params for name in option.opts}
 
 
-def inline_commands() -> list[str]:
-    """Return the commands that the prose of the pages names, such as `coterie status`."""
-    return sorted(set(re.findall(r"(?<!`)`(coterie [^`]+)`(?!`)", PAGE)))
-
-
-def test_a_wrong_command_would_be_noticed() -> None:
-    for wrong in ("nothing", "server --nothing", "keys nothing", "client --server a:1", "keys add"):
-        with pytest.raises((USAGE, KeyError)):
-            parse(list(wrong.split()))
-
-
-@pytest.mark.parametrize("text", inline_commands())
+@pytest.mark.parametrize("text", sorted(set(re.findall(r"(?<!`)`(coterie [^`]+)`(?!`)", PAGE))))
 def test_the_prose_names_commands_and_options_that_exist(text: str) -> None:
     words = shlex.split(text)[1:]
     assert {word for word in words if word.startswith("--")} <= options(words)
@@ -121,7 +102,8 @@ def test_the_page_explains_every_key_of_the_deployment() -> None:
 def test_a_unit_starts_a_valid_command_and_writes_only_where_it_may(path: Path) -> None:
     program, role, *rest = start(path)
     assert (program, role) == (PROGRAM, path.stem.removeprefix("coterie-"))
-    parse([role, *rest])
+    command, arguments = find([role, *rest])
+    command.make_context("", arguments)  # parses the options, and runs nothing
     service, words = unit(path)["Service"], start(path)
     place = f"/var/lib/{service['StateDirectory']}"
     assert service["ProtectSystem"] == "strict"

@@ -5,17 +5,19 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
+from written_runs import COMMANDS
 
 from coterie import api
 from coterie.cli import app
 from coterie.config.run import parse
 from coterie.errors import CoterieError
+from coterie.runs.folder import CHECKSUMS
+from coterie.runs.state_file import checksum
 
 ODD: list[Any] = [
     *(None, True, -1, 0, 1.5, 10**30, "", "x", "../x", "é" * 300, [], [1], {}, {"a": 1}, [[[]]]),
@@ -75,18 +77,6 @@ def damage(file: Path, rng: random.Random) -> str:
     return kind
 
 
-COMMANDS: list[Callable[[Path], list[str]]] = [
-    lambda run: ["report", str(run), "--out", str(run.parent / "page.html")],
-    lambda run: ["compare", "--from", str(run)],
-    lambda run: ["generate", str(run), "--client", "poet", "--prompt", "I", "--tokens", "2"],
-    lambda run: ["chat", str(run), "--client", "poet"],
-    lambda run: ["run", "--resume", str(run)],
-    lambda run: ["run", "--resume", str(run), "--from-round", "1"],
-    lambda run: ["expel", str(run), "--client", "poet"],
-    lambda run: ["forget", str(run), "--client", "poet"],
-]
-
-
 @pytest.fixture(scope="module")
 def finished(values, tmp_path_factory) -> Path:
     """The folder of a short finished run, with the log and the lists of a deployed server."""
@@ -117,7 +107,7 @@ def test_damaged_run_folders_are_read_or_refused(seed, count, finished, tmp_path
         kind = damage(run / file, rng)
         if file.suffix == ".safetensors" and rng.random() < 0.5 and (run / file).is_file():
             resealed(run / file)
-        command = COMMANDS[number % len(COMMANDS)](run)
+        command = list(COMMANDS.values())[number % len(COMMANDS)].format(run)
         result = CliRunner().invoke(app, command, input="")
         text = (run / file).read_bytes()[:2000] if (run / file).is_file() else b""
         where = f"{command} on {file} ({kind}): {text!r}"
@@ -135,9 +125,6 @@ def test_damaged_run_folders_are_read_or_refused(seed, count, finished, tmp_path
 
 def resealed(file: Path) -> None:
     """Make a checkpoint's checksum that of what a file now holds."""
-    from coterie.runs.folder import CHECKSUMS
-    from coterie.runs.state_file import checksum
-
     sums = json.loads((file.parent / CHECKSUMS).read_bytes())
     sums[file.name] = checksum(file.read_bytes())
     (file.parent / CHECKSUMS).write_text(json.dumps(sums))

@@ -1,14 +1,13 @@
 """No command opens a file of a run folder through a symbolic link."""
 
 import logging
-import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from every_method import some
 from typer.testing import CliRunner
+from written_runs import COMMANDS
 
 from coterie import api
 from coterie.cli import app
@@ -21,18 +20,6 @@ from coterie.testing.loop import Loop, server, workers
 
 SECRET = "the root-only secret of poet"
 """With a client's name: `forget` removes lines that name one."""
-
-POET = ("--client", "poet")
-COMMANDS: dict[str, Callable[[Path], list[str]]] = {
-    "report": lambda run: ["report", str(run)],
-    "compare": lambda run: ["compare", "--from", str(run)],
-    "generate": lambda run: ["generate", str(run), *POET, "--prompt", "I", "--tokens", "2"],
-    "chat": lambda run: ["chat", str(run), *POET],
-    "resume": lambda run: ["run", "--resume", str(run)],
-    "resume from a round": lambda run: ["run", "--resume", str(run), "--from-round", "1"],
-    "expel": lambda run: ["expel", str(run), "--client", "poet"],
-    "forget": lambda run: ["forget", str(run), "--client", "poet"],
-}
 
 OF_SERVERS = ("expel", "forget")
 """Commands for the folder of a deployed run's server."""
@@ -93,7 +80,7 @@ def check(command: str, finished: dict[str, Path], tmp_path: Path, every: int) -
             secret.chmod(0o600)
         linked.symlink_to(secret)
         before = contents(secret)
-        result = CliRunner().invoke(app, COMMANDS[command](run), input="")
+        result = CliRunner().invoke(app, COMMANDS[command].format(run), input="")
         where = f"{command} with a link at {name}: {result.exception!r}"
         assert contents(secret) == before, where
         assert SECRET not in result.output + str(result.exception), where
@@ -140,13 +127,3 @@ def test_no_account_is_read_or_locked_through_a_link(name, tmp_path) -> None:
     with pytest.raises(CoterieError, match="symbolic link"):
         Ledger(tmp_path / "privacy-poet.json", "f" * 16).spend("1", 1.0, 2)
     assert secret.read_text() == '{"run": {"1": 1.0}}'
-
-
-def test_a_pipe_in_the_place_of_a_lock_holds_nobody_up(finished, tmp_path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(finished["server"], run)
-    (run / ".lock").unlink()
-    os.mkfifo(run / ".lock")
-    result = CliRunner().invoke(app, ["forget", str(run), "--client", "poet"])
-    assert isinstance(result.exception, CoterieError)
-    assert ".lock" in str(result.exception)

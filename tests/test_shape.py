@@ -33,11 +33,6 @@ def test_files_and_functions_are_short(folder) -> None:
     assert not [part for path in files for part in long_parts(path)]
 
 
-def test_long_files_and_functions_are_noticed(tmp_path) -> None:
-    (tmp_path / "long.py").write_text("def long():\n" + "    pass\n" * 400)
-    assert len(list(long_parts(tmp_path / "long.py"))) == 2
-
-
 def test_the_longest_chain_of_package_imports_is_short() -> None:
     graph = grimp.build_graph("coterie", cache_dir=None)
     packages = graph.find_children("coterie") - {"coterie.__main__"}

@@ -29,6 +29,19 @@ DESCRIPTION: dict[str, Any] = {"clients": {}, "threads": 1, "config": CONFIG}
 """The smallest content of run.json, without `version_fields()`."""
 
 
+COMMANDS = {
+    "report": "report {}",
+    "compare": "compare --from {}",
+    "generate": "generate {} --client poet --prompt I --tokens 2",
+    "chat": "chat {} --client poet",
+    "resume": "run --resume {}",
+    "resume from a round": "run --resume {} --from-round 1",
+    "expel": "expel {} --client poet",
+    "forget": "forget {} --client poet",
+}
+"""Commands that read a run folder."""
+
+
 @pytest.fixture
 def written(tmp_path: Path) -> Written:
     """A function that writes a run of two clients; keyword arguments change the run."""

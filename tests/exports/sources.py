@@ -7,7 +7,7 @@ import torch
 from architectures import small_model
 from transformers import PreTrainedModel
 
-from coterie.adapters import Adapter, Layout, Trainable
+from coterie.adapters import Adapter, Layout, Trainable, detach
 from coterie.bases import Base, BaseSpec
 from coterie.config.run import RunConfig
 from coterie.exports.source import Source
@@ -58,3 +58,12 @@ def random_source(name: str, layout: Layout, config: RunConfig, **settings: Any)
 def logits(model: Any) -> torch.Tensor:
     """Return the logits for IDS, without those of a soft prompt."""
     return model.eval()(IDS).logits[:, -IDS.shape[1] :].float()
+
+
+def check(source: Source, model: Any, expected: torch.Tensor) -> None:
+    """Check that a model computes what a source computed, which differs from the base."""
+    detach(source.base.model)
+    change = (logits(source.base.model) - expected).abs().max()
+    difference = (logits(model) - expected).abs().max()
+    assert difference < 2e-5 * expected.abs().max()
+    assert difference < 1e-3 * change

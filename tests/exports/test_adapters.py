@@ -8,7 +8,7 @@ import pytest
 import torch
 from architectures import small_model
 from peft import PeftModel
-from sources import logits, random_source, randomise, source_of
+from sources import check, logits, random_source, randomise, source_of
 from transformers import AutoModelForCausalLM
 
 from coterie.adapters import Adapter, AmoleAdapter, AmoleLayout, Layout, Trainable, detach
@@ -31,15 +31,6 @@ PLAIN: dict[str, Layout] = {
     "named layers": Layout(0, 0, attention_rank=2, targets=r"attention\.(qkv|v)|mlp\.down"),
 }
 BASES = ["llama", "gpt2", "phi3", "falcon", "opt", "gemma"]
-
-
-def check(source: Source, model: Any, expected: torch.Tensor) -> None:
-    """Check that a model computes what a source computed, which differs from the base."""
-    detach(source.base.model)
-    change = (logits(source.base.model) - expected).abs().max()
-    difference = (logits(model) - expected).abs().max()
-    assert difference < 2e-5 * expected.abs().max()
-    assert difference < 1e-3 * change
 
 
 def check_merged(source: Source, folder: Path, expected: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ import json
 import resource
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -283,10 +283,9 @@ def test_folders_of_others_are_never_replaced(finished, in_this_process, tmp_pat
 
 
 @pytest.mark.parametrize("format", ["peft", "merged", "bundle"])
-def test_a_full_disk_leaves_the_earlier_export(format: str, finished, limited, tmp_path) -> None:
+def test_a_full_disk_leaves_the_earlier_export(format, finished, in_this_process, tmp_path) -> None:
     run, out = finished("fedit"), tmp_path / "out"
-    with limited(None):
-        coterie.export(run, "poet", out, format="bundle")
+    coterie.export(run, "poet", out, format="bundle")
     before = {file.name: file.read_bytes() for file in out.iterdir()}
     with limited(2000), pytest.raises(CoterieError, match=rf"Could not write {out}"):
         coterie.export(run, "poet", out, format=format, force=True)
@@ -294,23 +293,17 @@ def test_a_full_disk_leaves_the_earlier_export(format: str, finished, limited, t
     assert list(tmp_path.iterdir()) == [out]
 
 
-@pytest.fixture
-def limited(in_this_process) -> Any:
-    """A context in which no file may be longer than a number of bytes, as on a full disk."""
-
-    @contextmanager
-    def limit(size: int | None) -> Any:
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        if size is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-            signal.signal(signal.SIGXFSZ, handler)
-
-    return limit
+@contextmanager
+def limited(size: int) -> Iterator[None]:
+    """Let no file be longer than a number of bytes in the with block, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_a_difference_that_is_not_a_number_is_refused() -> None:

@@ -111,16 +111,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def eight_billion(llama: str, method: Any, clients: int) -> RunConfig:
-    """Return a run with a base of Llama-3.1-8B's shape."""
-    names = [{"name": f"client-{n}", "path": "text.txt"} for n in range(clients)]
-    return parse({"base": llama, "method": method, "rounds": 20, "clients": names})
-
-
 TOO_LARGE = (
     "A download of a client may have 1,125.4 MB, but the limit is 1,073.7 MB; it fits with at most "
     "4 clients instead of 5, or with a LoRA rank of at most 7 instead of 8."
 )
+NAMES_TOO_LARGE = "of which 15.1 MB are names and shapes, but the limit is 8.4 MB; .* at most 28 c"
 EXACT = {"name": "fedavg", "exact": True}
 
 
@@ -132,23 +127,18 @@ EXACT = {"name": "fedavg", "exact": True}
         ("pcl-2", 10, "2,532.0 MB, .* at most 4 clients instead of 10"),
         (EXACT, 5, "14,191.7 MB, .* at most 1 round instead of 20"),
         ("auto", 50, ""),
+        ("pcl-2", 50, NAMES_TOO_LARGE),
     ],
 )
 def test_eight_billion_weights(method, clients, reason, llama, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(message, "LARGEST_MESSAGE", 2**30)
-    run = eight_billion(llama, method, clients)
-    names = [client.name for client in run.clients]
+    """Compute the sizes of messages of a run with a base of Llama-3.1-8B's shape."""
+    monkeypatch.setattr(message, "LARGEST_MESSAGE", 2 ** (40 if reason == NAMES_TOO_LARGE else 30))
+    monkeypatch.setattr(message, "LARGEST_HEADER", 2**23)
+    names = [f"client-{n}" for n in range(clients)]
+    entries = [{"name": name, "path": "text.txt"} for name in names]
+    run = parse({"base": llama, "method": method, "rounds": 20, "clients": entries})
     with pytest.raises(CoterieError, match=reason) if reason else nullcontext():
         check_run(run, load_skeleton(llama), names, tmp_path)
-
-
-def test_names_of_tensors_are_limited_too(llama, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(message, "LARGEST_MESSAGE", 2**40)
-    monkeypatch.setattr(message, "LARGEST_HEADER", 2**23)
-    run = eight_billion(llama, "pcl-2", 50)
-    reason = r"of which 15.1 MB are names and shapes, but the limit is 8.4 MB; .* at most 28 client"
-    with pytest.raises(CoterieError, match=reason):
-        check_run(run, load_skeleton(llama), [c.name for c in run.clients], tmp_path)
 
 
 @pytest.fixture

@@ -1,14 +1,11 @@
 """A figure in a file of one's own: examples/spread.py in reports."""
 
-import sys
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 from looped import succeed
 
 import coterie
-from coterie import CoterieError, ReportFigure
 from coterie.report.figures import FIGURES
 from coterie.report.page import write_report
 
@@ -32,24 +29,3 @@ def test_a_figure_without_data_is_listed_with_the_reason(written, tmp_path) -> N
     report = write_report([written("run", {"name": "local"}, perplexities=None)], tmp_path)
     ((left_out,),) = (section.left_out for section in report.sections)
     assert left_out.why == "no run has been evaluated yet"
-
-
-def test_an_installed_package_adds_figures(monkeypatch) -> None:
-    coterie.load_plugin(EXAMPLE)
-    kind = FIGURES.get("spread")
-    monkeypatch.setattr(FIGURES, "registered", {})
-    monkeypatch.setitem(sys.modules, "my_package", sys.modules[kind.__module__])
-    entry = EntryPoint("spread", "my_package:Spread", "coterie.figures")
-    monkeypatch.setitem(vars(FIGURES), "entries", {"spread": entry})
-    assert FIGURES.names() == ["spread"]
-    assert FIGURES.get("spread") is kind
-
-
-def test_an_unknown_figure_is_one_sentence() -> None:
-    coterie.load_plugin(EXAMPLE)
-    with pytest.raises(CoterieError, match=r"no figure 'spred'\. Did you mean 'spread'\?"):
-        FIGURES.get("spred")
-    with pytest.raises(CoterieError, match=r"dict'> cannot be registered; .*coterie\.ReportFigure"):
-        coterie.register(dict)
-    with pytest.raises(CoterieError, match="figure Nameless needs a `name`"):
-        coterie.register(type("Nameless", (ReportFigure,), {}))

@@ -20,7 +20,7 @@ from coterie.report import page
 from coterie.report.figures import FIGURES
 from coterie.report.page import write_report
 from coterie.report.relevance import relevance as pictures
-from coterie.report.style import LeftOut, Picture
+from coterie.report.style import LeftOut
 from coterie.runs import RunFolder
 from coterie.training.embeddings import token_embeddings
 
@@ -79,9 +79,11 @@ def test_a_samples_relevance_is_that_of_its_mean_token_embedding(run: Path) -> N
 @pytest.mark.slow
 def test_points_of_samples_are_shown_only_where_asked_for(run, values, tmp_path, monkeypatch):
     monkeypatch.setattr(FIGURES, "builtin", {})
+    monkeypatch.setattr(relevance, "_tsne", lambda: None)
     report = write_report([run], tmp_path / "with", layer="first", with_samples=True)
     ((picture,),) = (section.pictures for section in report.sections)
     assert picture.name == "relevance-fedamole"
+    assert "scikit-learn is not installed" in picture.caption
     assert list(report.figures.glob("relevance-fedamole-*"))
     assert page.SINGLE in report.page.read_text(encoding="utf-8")
     without = write_report([run], tmp_path / "with")
@@ -92,15 +94,6 @@ def test_points_of_samples_are_shown_only_where_asked_for(run, values, tmp_path,
     (item,) = pictures(sample_relevance(experiment, None))
     assert isinstance(item, LeftOut)
     assert "no run uses a method whose experts choose" in item.why
-
-
-@pytest.mark.slow
-def test_the_caption_says_where_scikit_learn_is_missing(run, monkeypatch) -> None:
-    monkeypatch.setattr(relevance, "_tsne", lambda: None)
-    (experiment,) = experiments([run])
-    (picture,) = pictures(sample_relevance(experiment, "last"))
-    assert isinstance(picture, Picture)
-    assert "scikit-learn is not installed" in picture.caption
 
 
 def test_without_scikit_learn_points_are_principal_components(monkeypatch) -> None:

@@ -7,7 +7,7 @@ from drawing import drawn
 from coterie.analysis.experiments import experiments
 from coterie.report.curves import Curves
 from coterie.report.style import THEMES, Canvas, LeftOut, Picture
-from coterie.report.teaching import Teaching, lessons
+from coterie.report.teaching import Teaching
 
 FEDMKT = {"name": "fedmkt"}
 
@@ -51,14 +51,6 @@ def heights(picture: Picture):
     }
     named = [line for line in lines.lines if not str(line.get_label()).startswith("_")]
     return pieces, {str(line.get_label()): np.asarray(line.get_xydata()).tolist() for line in named}
-
-
-def test_rounds_are_those_whose_predictions_were_learnt(mutual) -> None:
-    taught = lessons(mutual().all[0])
-    assert (taught.clients, taught.public, taught.rounds) == (["anna", "ben"], 8, [1, 2])
-    assert {r: rounds["samples"] for r, rounds in taught.server.items()} == {1: 5, 2: 1}
-    learnt = {c: {r: s["samples"] for r, s in v.items()} for c, v in taught.learnt.items()}
-    assert learnt == {"anna": {1: 4, 2: 6}, "ben": {1: 0, 2: 7}}  # the later of anna's first
 
 
 def test_bars_are_stacked_by_client_and_lines_are_each_clients(mutual) -> None:

@@ -5,10 +5,8 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import served
 
 from coterie.serve import protocol
-from coterie.serve.app import Limits
 from coterie.serve.models import Models
 from coterie.serve.protocol import IGNORED, NEUTRAL, ApiError, ChatRequest, CompletionRequest
 
@@ -126,25 +124,3 @@ def test_an_answer_ends_at_the_end_of_the_context(server: httpx.Client, models: 
     space = model.weights.context - len(model.text_prompt(prompt)) + 1
     assert reply["choices"][0]["finish_reason"] == "length"
     assert reply["usage"]["completion_tokens"] == space < 60
-
-
-def test_every_name_that_works_is_listed(server: httpx.Client, models: Models) -> None:
-    listed = {model["id"]: model for model in server.get("/v1/models").json()["data"]}
-    assert {"anna", "ben", "comigs-1g1s:anna", "diarist"} < listed.keys()
-    for name, model in listed.items():
-        assert server.get(f"/v1/models/{name}").json() == model
-        assert model["coterie"]["model"] == models.names[name].name
-
-
-def test_the_health_needs_no_key(models: Models) -> None:
-    with served(models, ("secret",)) as address:
-        reply = httpx.get(f"{address}/health")
-        assert (reply.status_code, reply.json()) == (200, {"status": "ok"})
-
-
-def test_a_busy_server_says_when_to_try_again(models: Models) -> None:
-    with served(models, limits=Limits(200, 64, queue=0)) as address:
-        reply = httpx.post(f"{address}{CHAT}", json=ASK)
-        assert reply.status_code == 429
-        assert 1 <= int(reply.headers["Retry-After"]) <= 60  # `openai` ignores longer times
-        assert "Retry-After" not in httpx.get(f"{address}/v1/models/nobody").headers

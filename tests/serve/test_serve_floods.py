@@ -2,12 +2,12 @@
 
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
 import pytest
-from serving import LIMITS, served
+from serving import LIMITS, connected, served
 
 from coterie.network import accepting
 from coterie.serve.app import CHARACTERS
@@ -22,14 +22,6 @@ PAGE = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 def address(models: Models) -> Iterator[str]:
     with served(models, ("key",)) as address:
         yield address
-
-
-@contextmanager
-def connection(address: str, source: str = "127.0.0.1") -> Iterator[socket.socket]:
-    """Open a connection from an address of this machine."""
-    host, port = address.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), 20, source_address=(source, 0)) as opened:
-        yield opened
 
 
 def is_closed(opened: socket.socket, seconds: float = 20) -> bool:
@@ -55,11 +47,11 @@ def test_idle_connections_make_way_for_requests(address: str, monkeypatch) -> No
     """Check that only the oldest connections of the busiest address are closed."""
     monkeypatch.setattr(accepting, "PENDING", 5)
     with ExitStack() as stack:
-        other = stack.enter_context(connection(address, "127.0.0.2"))
-        idle = [stack.enter_context(connection(address)) for _ in range(20)]
+        other = stack.enter_context(connected(address, "127.0.0.2"))
+        idle = [stack.enter_context(connected(address)) for _ in range(20)]
         assert all(is_closed(each) for each in idle[:15])
         assert status(other, MODELS % b"key") == b"200"
-        with connection(address) as opened:
+        with connected(address) as opened:
             assert status(opened, MODELS % b"key") == b"200"
         assert not is_closed(idle[-1], seconds=0.1)
 
@@ -69,7 +61,7 @@ def test_idle_connections_make_way_for_requests(address: str, monkeypatch) -> No
 )
 def test_a_connection_without_a_valid_request_is_closed(sent, address, monkeypatch) -> None:
     monkeypatch.setattr(accepting, "PENDING_SECONDS", 0.3)
-    with connection(address) as stranger, connection(address) as caller:
+    with connected(address) as stranger, connected(address) as caller:
         assert status(caller, MODELS % b"key") == b"200"
         stranger.sendall(sent)
         assert is_closed(stranger)
@@ -80,9 +72,9 @@ def test_a_connection_without_a_valid_request_is_closed(sent, address, monkeypat
 def test_idle_connections_of_callers_are_limited(address: str, monkeypatch) -> None:
     monkeypatch.setattr(accepting, "ADMITTED", 3)
     with ExitStack() as stack:
-        other = stack.enter_context(connection(address, "127.0.0.2"))
+        other = stack.enter_context(connected(address, "127.0.0.2"))
         assert status(other, MODELS % b"key") == b"200"
-        opened = [stack.enter_context(connection(address)) for _ in range(6)]
+        opened = [stack.enter_context(connected(address)) for _ in range(6)]
         assert [status(each, MODELS % b"key") for each in opened] == [b"200"] * 6
         assert all(is_closed(each) for each in opened[:4])
         assert not is_closed(opened[-1], seconds=0.1)
