@@ -11,8 +11,6 @@ from transformers import BertConfig, BertForMaskedLM, PreTrainedModel
 from coterie.adapters import Adapter, Layout, detach, of_roles
 from coterie.errors import CoterieError
 
-ALL: tuple[str, ...] = ("dense", "generalist", "specialist", "router")
-
 
 def adapter_of(base: nn.Module, client: str = "ada", layout: Layout | None = None) -> Adapter:
     shared = of_roles("generalist", "dense")
@@ -21,22 +19,6 @@ def adapter_of(base: nn.Module, client: str = "ada", layout: Layout | None = Non
 
 def roles(adapter: Adapter) -> dict[str, str]:
     return {name: part.role for name, part in adapter.parameters().items()}
-
-
-def test_shapes(base: PreTrainedModel) -> None:
-    # Names and roles are in test_parameters.py.
-    adapter = adapter_of(base, layout=Layout(1, 2, rank=5, attention_rank=3))
-    parameters, gpt2 = adapter.tensors(), base.config.model_type == "gpt2"
-    up = "transformer.h.0.mlp.c_fc" if gpt2 else "model.layers.0.mlp.gate_proj"
-    attention = "transformer.h.1.attn.c_attn" if gpt2 else "model.layers.1.self_attn.q_proj"
-    mlp = up.rpartition(".")[0]
-    assert parameters[f"specialist.1/{up}.A"].shape == (5, 12)
-    assert parameters[f"generalist.0/{up}.B"].shape == (20, 5)
-    assert parameters[f"dense/{attention}.A"].shape == (3, 12)
-    assert parameters[f"router/{mlp}.weight"].shape == (3, 12)
-    for chosen in (("generalist",), ("router", "dense")):
-        names = {name for name, role in roles(adapter).items() if role in chosen}
-        assert names == set(adapter.tensors(of_roles(*chosen)))
 
 
 def test_first_values(base: PreTrainedModel) -> None:
@@ -84,21 +66,6 @@ def test_many_adapters_over_one_base(base: PreTrainedModel, ids: Tensor) -> None
     assert torch.equal(base(ids).logits, bare)
     assert equal(base.state_dict(), state)
     assert not torch.equal(alone[0], alone[1])
-
-
-def test_only_the_roles_asked_for_are_trained(base: PreTrainedModel, ids: Tensor) -> None:
-    own = dict(base.named_parameters())
-    adapter = adapter_of(base)
-    fill(adapter.tensors(), 0.3, 0)
-    adapter.attach(base)
-    choices: list[tuple[str, ...]] = [("router",), ("dense", "specialist"), ALL]
-    for chosen in choices:
-        adapter.require_grad(of_roles(*chosen))
-        base(ids, labels=ids).loss.backward()
-        for name, parameter in adapter.tensors().items():
-            assert (parameter.grad is not None) == (roles(adapter)[name] in chosen)
-            parameter.grad = None
-        assert all(p.grad is None and not p.requires_grad for p in own.values())
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(2, 2)], ids=["two", "four, top 2"])

@@ -230,31 +230,6 @@ def test_values_travel_by_expert_and_come_back(base: PreTrainedModel, ids: Tenso
     assert equal(values(other), tensors)
 
 
-def test_adapters_on_one_base_do_not_disturb_each_other(base: PreTrainedModel, ids: Tensor) -> None:
-    bare = base(ids).logits
-    adapters = [adapter_of(base), adapter_of(base, replace(LAYOUT, router="vanilla"), [0, 3])]
-    alone = []
-    for i, adapter in enumerate(adapters):
-        fill(values(adapter), 0.5, i)
-        alone.append(adapter.attach(base)(ids).logits)
-    for i in (0, 1, 0):
-        assert torch.equal(adapters[i].attach(base)(ids).logits, alone[i])
-    assert not torch.equal(alone[0], alone[1])
-    # The linear layers are found while an adapter is attached.
-    assert list(chosen_linears(base, LAYOUT.targets)) == list(adapters[0].linears)
-    before = copied(values(adapters[1]))
-    adapters[0].require_grad(of_roles("domain"))
-    optimizer = torch.optim.SGD(adapters[0].tensors(of_roles("domain")).values(), lr=1.0)
-    masked_loss(adapters[0].attach(base), ids, None).backward()
-    optimizer.step()
-    assert not torch.equal(base(ids).logits, alone[0])
-    assert equal(values(adapters[1]), before)
-    others = adapters[0].tensors(of_roles("shared", "projection")).values()
-    assert all(p.grad is None for p in (*others, *base.parameters()) if not p.requires_grad)
-    detach(base)
-    assert torch.equal(base(ids).logits, bare)
-
-
 @pytest.mark.parametrize("router", ["token", "vanilla"])
 def test_first_values_are_the_expert_s_own(make: Any, ids: Tensor, router: str) -> None:
     layout = replace(LAYOUT, router=router)

@@ -69,6 +69,8 @@ def test_gradients_depend_on_no_other_role(base: PreTrainedModel, ids: Tensor, r
             torch.testing.assert_close(parameter.grad, everything[name], rtol=0, atol=1e-12)
         else:
             assert parameter.grad is None
+    trained = {*map(id, adapter.tensors().values())}
+    assert not any(p.requires_grad for p in base.parameters() if id(p) not in trained)
 
 
 @pytest.mark.parametrize("act", ["relu", "gelu", "gelu_new", "silu", "quick_gelu", "gelu_fast"])

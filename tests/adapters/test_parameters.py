@@ -7,7 +7,6 @@ from operator import attrgetter
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -20,7 +19,6 @@ from coterie.adapters import (
     of_roles,
     pairs_of,
 )
-from coterie.adapters.parameter import initialise
 from coterie.adapters.prompt import prompt_encoder, soft_prompt
 from coterie.bases.sites import chosen_linears, place_of
 
@@ -175,18 +173,3 @@ def test_what_is_not_known_is_called_by_its_own_name() -> None:
     assert place_of("gpt_neox.layers.0.mlp.dense_h_to_4h") == "mlp.up"
     assert place_of("gpt_neox.layers.0.mlp") == "mlp"
     assert place_of("model.layers.0.linear_attn.in_proj_qkv") == "mixer.in"
-
-
-def test_first_values_ask_whether_a_part_is_common() -> None:
-    def drawn(client: str, common: Callable[[Parameter], bool]) -> torch.Tensor:
-        parts = [
-            Parameter(f"{role}/x", role, nn.Parameter(torch.zeros(4, 5)), "kaiming")
-            for role in ("dense", "generalist", "frozen")
-        ]
-        initialise(parts, 3, client, common)
-        return torch.stack([part.tensor.detach() for part in parts])
-
-    drawings = zip(*(drawn(c, lambda p: p.role == "dense") for c in ("ada", "bob")), strict=True)
-    same = [torch.equal(*pair) for pair in drawings]
-    assert same == [True, False, True]  # what is frozen is common in any case
-    assert torch.equal(drawn("ada", lambda _: True), drawn("bob", lambda _: True))

@@ -12,7 +12,7 @@ from in_memory import sentencepiece
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from coterie.alignment.knowledge import Knowledge, Positions, first_of_each, sample_keys
+from coterie.alignment.knowledge import Knowledge, Positions, sample_keys
 from coterie.alignment.sequence import dynamic
 from coterie.bases import context_token, load_tokenizer
 from coterie.data.examples import Encoding, Examples
@@ -166,17 +166,6 @@ def test_warping_goes_over_the_text_between_positions(student, teacher, change) 
             key = (item.prompt, item.answer, other[place])
             expected.append(teaching.index(key) if place >= 0 else -1)
     assert got.tolist() == expected
-
-
-def test_a_sample_that_stands_twice_learns_twice() -> None:
-    twice = [ITEMS[1], ITEMS[0], ITEMS[1]]
-    places = positions("gpt2", twice)
-    assert first_of_each(places.samples).tolist() == [True, True, False]
-    whole = knowledge(places).only(first_of_each(places.samples))
-    got = places.by_offsets(whole)
-    first, second = got[: places.starts[1]], got[places.starts[2] :]
-    assert torch.equal(first, second)
-    assert (first >= 0).all()
 
 
 @pytest.mark.parametrize("chosen", [[True] * 7, [False] * 7, [n % 3 == 1 for n in range(7)]])

@@ -78,24 +78,6 @@ def test_the_identity_changes_nothing(given_rows) -> None:
     assert torch.equal(plain.tokens, tokens.long().clamp(min=0))
 
 
-def test_the_likelier_of_two_that_become_one_is_kept() -> None:
-    # Tokens 4 and 7 both become 1; token 2 has no counterpart.
-    ids = torch.tensor([-1, -1, -1, 0, 1, -1, -1, 1, -1], dtype=torch.int32)
-    probabilities = torch.tensor([[0.4, 0.3, 0.2, 0.05]])
-    tokens = torch.tensor([[4, 2, 7, 3]], dtype=torch.int32)
-    got = translated(tokens, probabilities.log(), torch.tensor([0.95]).log(), ids)
-    assert as_dict(got, 0) == pytest.approx({1: 0.4 / 0.45, 0: 0.05 / 0.45})
-    assert got.mass.item() == pytest.approx(0.45)
-
-
-def test_a_position_of_which_nothing_is_left_says_nothing() -> None:
-    tokens = torch.tensor([[3, 4], [-1, -1], [-1, -1]], dtype=torch.int32)
-    logprobs = torch.tensor([[-0.5, -2.0], [-0.5, -2.0], [NONE, NONE]])
-    got = translated(tokens, logprobs, torch.zeros(3), torch.full((TEACHER,), -1))
-    assert not got.probs.any()
-    assert not got.mass.any()
-
-
 @given(st.lists(st.lists(st.integers(-1, 3), min_size=4, max_size=4), min_size=1, max_size=4))
 @settings(max_examples=50, deadline=None)
 def test_first_of_equal_tokens_in_a_row(tokens) -> None:

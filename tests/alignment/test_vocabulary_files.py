@@ -4,7 +4,7 @@ import json
 
 import pytest
 from real_vocabularies import REAL, real_vocabulary
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import pre_tokenizers
 
 from coterie.alignment import Vocabulary, read_vocabulary
 from coterie.alignment.vocabulary import byte_level
@@ -77,13 +77,6 @@ def test_a_name_that_is_nowhere(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr("coterie.bases.loading.HfApi", lambda: None)  # no network
     with pytest.raises(CoterieError, match="No tokenizer could be loaded from 'nobody/nothing'"):
         read_vocabulary("nobody/nothing")
-
-
-def test_a_saved_tokenizer_reads_as_it_was(tmp_path) -> None:
-    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
-    tokenizer.decoder = decoders.WordPiece()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert read_vocabulary(tmp_path) == Vocabulary.of(tokenizer)
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="the real tokenizers are not here")

@@ -77,12 +77,6 @@ def test_long_tokens(vocabulary) -> None:
     same(vocabulary_map(source, target), ([1, 2, 1], [690, 254, 256]))
 
 
-def test_ties_go_to_the_smallest_bytes_then_the_smallest_id(vocabulary) -> None:
-    target = vocabulary(b"cats", b"cab", b"bat", b"bat", b"at", b"cat", b"cat")
-    source = vocabulary(b"ca", b"cat", b"dat")
-    same(vocabulary_map(source, target), ([1, 5, 4], [1, 0, 1]))
-
-
 def test_special_tokens_by_role(vocabulary) -> None:
     full = vocabulary(None, None, None, None, b"x", bos=0, eos=1, unk=2, pad=3)
     only_eos, only_bos = vocabulary(b"x", None, eos=1), vocabulary(b"x", None, bos=1)

@@ -43,6 +43,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "transforms"
 FAST, SLOW, THOROUGH = (), pytest.mark.slow, pytest.mark.thorough
 SMALL = {"mlp": {"sets": 1, "rank": 2}, "attention": {"rank": 2}}
 PREFERENCES = {"steps": 6, "batch": 4, "precision": "fp32", "learning_rate": 0.02}
+DROPOUT = {"name": "comigs-1g1s", "lora": {"dropout": 0.2}, "router": {"every": 2, "steps": 2}}
+DRAWING: dict[str, Any] = {
+    **{"steps": 2, "batch": 3, "micro_batch": 2, "precision": "fp32", "sampling": "epochs"},
+    **{"schedule": "one-cycle", "warmup": 0.4, "restart": True},
+    **{"base_dropout": 0.1, "checkpointing": True},
+}
+"""Everything that draws in training, at once."""
 FIGURES = ("loss", "test", "routing", "validation", "kept")
 
 
@@ -106,6 +113,10 @@ FEATURES: dict[str, Callable[[Make], coterie.RunConfig]] = {
         method="comigs-1g1s", rounds=4, training=HIGH, evaluation={"patience": 1}
     ),
     "kept": lambda make: make.run(method="comigs-1g1s", rounds=4, training=HIGH),
+    "drawing": lambda make: make.run(method=DROPOUT, training=DRAWING),
+    "server optimiser": lambda make: make.run(
+        method="fedavg", rounds=3, aggregation={"optimiser": "fedyogi"}
+    ),
     "two exchanges": lambda make: make.turns(Twice()),
     "one exchange more": lambda make: make.turns(OneFirst()),
     "median": lambda make: make.transforms("median"),
@@ -336,6 +347,8 @@ CELLS: dict[str, dict[str, Any]] = {
     "checkpoints": {"ray": SLOW},
     "patience": {"resumed at the end": FAST, "deployed": FAST, "ray": SLOW},
     "kept": {"resumed at the end": SLOW},
+    "drawing": {"resumed": SLOW, "deployed": SLOW},
+    "server optimiser": TRANSFORM,
     "two exchanges": EACH_TURN | {"ray": NO_PLUGIN},
     "one exchange more": EACH_TURN | {"deployed": FAST, "ray": NO_PLUGIN},
     **dict.fromkeys(

@@ -104,14 +104,6 @@ def test_scores_are_those_of_rows_alone(bases, family, batch) -> None:
     assert items["accuracy"] == wins
 
 
-def test_every_choice_is_compared_with_every_other(bases) -> None:
-    base = adapted(str(bases / "gpt2"))
-    for item in (ITEMS[0], ITEMS[4], ITEMS[6]):
-        each = [Instruction(item.prompt, choice, item.choices) for choice in item.choices]
-        score = evaluate(base, base.model, encoded(base, each), 40)
-        assert score.as_dict()["accuracy"] == pytest.approx(1 / len(each))
-
-
 @pytest.mark.parametrize(
     ("losses", "right"),
     [

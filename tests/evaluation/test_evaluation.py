@@ -34,14 +34,6 @@ def test_the_score_is_transformers_loss_on_the_bare_base(bases, family, count) -
     assert score.bits_per_byte == pytest.approx(sum(nats) / math.log(2) / size, rel=1e-5)
 
 
-def test_the_batch_does_not_change_the_score(bases) -> None:
-    base = load_base(str(bases / "gpt2"), "fp32", 16)
-    ids = torch.randint(1, TOKENS, (150,), generator=torch.Generator().manual_seed(0)).int()
-    alone = evaluate(base, base.model, Tokens(ids, 600), 16, batch=1)
-    many = evaluate(base, base.model, Tokens(ids, 600), 16, batch=8)
-    assert alone.nats == pytest.approx(many.nats, rel=1e-6)
-
-
 LENGTHS, FIRST = (9, 4, 12, 2), (3, 3, 8, 1)
 """The number of tokens of each of four samples, and the first token that is scored."""
 

@@ -12,9 +12,8 @@ from transformers import AddedToken
 from coterie.bases import Base, context_token, load_base
 from coterie.data.chat import ChatTemplate, chat_template
 from coterie.data.examples import Encoding, Examples
-from coterie.data.items import Conversation, Instruction, Turn
+from coterie.data.items import Conversation, Turn
 from coterie.data.kinds.conversations import chats
-from coterie.data.kinds.instructions import examples
 from coterie.data.parts import bare_encoder
 from coterie.evaluation.generation import context_length, continuations, ends_of, generate_answers
 from coterie.testing.small import TOKENS
@@ -94,21 +93,6 @@ def test_what_the_base_would_rather_do_is_set_aside(bases) -> None:
     config = base.model.generation_config
     config.repetition_penalty, config.do_sample, config.temperature = 5.0, True, 9.0
     assert continuations(base, base.model, prompts(), 6, 4) == plain
-
-
-def test_the_prompt_of_a_sample_is_all_before_its_answer(bases) -> None:
-    base = adapted(str(bases / "gpt2"))
-    words: Any = base.tokenizer
-    items = [Instruction(f"Name {n} of them. ", "no", ()) for n in ("one", "a hundred", "ten")]
-    end = words.eos_token_id
-    ends = base.context_token, end
-    encoded = examples(items, Encoding(words.backend_tokenizer, ends, 32, None, "Ada"))
-    expected = []
-    for item in items:
-        text = words(item.prompt.rstrip(), add_special_tokens=False)["input_ids"]
-        ids = torch.tensor([base.context_token, *text])
-        expected.append(words.decode(slowly(base.model, ids, 4, end)))
-    assert generate_answers(base, base.model, encoded, 4, batch=2) == expected
 
 
 def test_in_bf16(bases) -> None:

@@ -139,16 +139,3 @@ def test_a_metric_without_a_proper_name_is_refused(body, sentence, tmp_path) -> 
     file.write_text(f"import coterie\nclass M(coterie.Metric):\n    {body}\n", encoding="utf-8")
     with pytest.raises(CoterieError, match=sentence):
         load_plugin(file)
-
-
-def test_any_kind_of_class_is_registered(monkeypatch) -> None:
-    monkeypatch.setattr(METRICS, "registered", {})
-
-    @coterie.register
-    class Mine(coterie.Metric):
-        name = "mine"
-        title = "mine"
-
-    assert METRICS.get("mine") is Mine
-    with pytest.raises(CoterieError, match=r"must be a subclass of coterie\.Method"):
-        coterie.register(dict)

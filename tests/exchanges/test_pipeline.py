@@ -69,24 +69,6 @@ def test_what_did_not_count_is_forgotten_at_both_ends() -> None:
         torch.testing.assert_close(*pairs, rtol=0, atol=0)
 
 
-def test_both_ends_go_on_from_their_states() -> None:
-    ends, twin = int8(2), int8(2)
-    for exchange in range(3):
-        before, decoded = adapter(exchange), []
-        uploads = {"c0": adapter(10 + exchange), "c1": before}
-        for either in (ends, twin):
-            either.down(exchange, before)
-            arrived = either.up(exchange, uploads, before)
-            decoded.append([a(message) for message in arrived.values()])
-        torch.testing.assert_close(*decoded, rtol=0, atol=0)
-        states = {n: c.state().decode(c.state().encode()) for n, c in ends.clients.items()}
-        server = ends.server.state().decode(ends.server.state().encode())
-        ends = int8(2)
-        ends.server.restore(server)
-        for name, state in states.items():
-            ends.clients[name].restore(state)
-
-
 def test_noise_is_what_the_budget_asks_for_and_the_ledger_counts_it() -> None:
     transform = example("gaussian").ClippedGaussian(norm=0.5, epsilon=2.0)
     ends, size = Ends(transform, clients=1), 4000

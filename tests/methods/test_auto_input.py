@@ -64,15 +64,6 @@ def test_a_single_client_trains_alone(make) -> None:
     assert equal({n: poet.shared[n] for n in sent}, sent)
 
 
-def test_two_clients_judge_each_other(make) -> None:
-    local = make(["poet", "whaler"])
-    played(local)
-    assert local.value.tried == {"poet": 3, "whaler": 3}
-    for client in local.clients.values():
-        assert sum(client.row.values()) == pytest.approx(1)
-        assert client.row.keys() <= {"poet", "whaler"}
-
-
 @pytest.mark.parametrize("tokens", [17, 33, 34])
 def test_few_validation_samples_are_enough(tokens, make) -> None:
     # A single sample gives no evidence: all clients share one mean, and no client is alone.

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from auto_runs import along_gradient, altered, auto, chosen, forged_round, judging_windows, started
+from auto_runs import along_gradient, auto, chosen, forged_round, judging_windows, started
 from bounded import bounded_round
 from every_method import some
 from tensors import equal
@@ -82,21 +82,6 @@ def test_a_copy_has_the_weight_of_its_original(name, run) -> None:
     assert row["liar"] == pytest.approx(row["ann"], rel=1e-6)
     alone = trial_of(run(), name, lambda step: -step)
     assert row["ann"] <= alone["ann"] < row["ann"] + row["liar"] + 1e-6
-
-
-def test_a_copied_upload_has_the_weight_of_its_original(run) -> None:
-    local = run()
-
-    def repeated(upload: Message) -> Message:
-        original = local.clients["ann"].upload(nth(upload.exchange))["adapter"]
-        return altered(upload, lambda n, t: original[n])
-
-    for r in range(2):
-        _, uploads = forged_round(local, r, {"liar": repeated})
-        assert equal(uploads["liar"]["adapter"], uploads["ann"]["adapter"])
-    for name in ("ben", "carl"):
-        row = local.clients[name].row
-        assert row["liar"] == pytest.approx(row["ann"], rel=1e-6)
 
 
 @pytest.mark.parametrize("by", some({50, -2.9}, [50, -50, 4, -2.9]))

@@ -13,7 +13,6 @@ from turns import nth
 from coterie.errors import CoterieError
 from coterie.losses.tokens import language_model_loss
 from coterie.messages import Message, State
-from coterie.methods.averaging import FedIT
 from coterie.methods.fdlora import FDLora
 from coterie.methods.tensors import copied
 from coterie.seeding import generator
@@ -72,13 +71,6 @@ def test_the_server_takes_nesterov_steps_after_a_mean(config) -> None:
                 optimiser.step()
             after = local.value.adapter[name].double()
             assert torch.allclose(after, naive[name][0].detach(), atol=1e-5)
-
-
-def test_the_defaults_of_the_outer_step() -> None:
-    method = FDLora()
-    assert (method.outer_learning_rate, method.outer_momentum, method.sync_every) == (1.0, 0.5, 5)
-    pairs = {"attention", "lora"}
-    assert method.model_dump(include=pairs) == FedIT().model_dump(include=pairs)
 
 
 def test_round_0_trains_the_private_adapter_alone_and_uploads_it(config, monkeypatch) -> None:

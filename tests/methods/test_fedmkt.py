@@ -11,7 +11,7 @@ from tensors import close_to, equal, mean_of
 from torch import Tensor
 
 import coterie
-from coterie.adapters import Adapter, detach, pairs_of
+from coterie.adapters import detach
 from coterie.alignment import Vocabulary, vocabulary_map
 from coterie.alignment.knowledge import Knowledge, sample_keys
 from coterie.bases import load_tokenizer
@@ -208,15 +208,6 @@ def test_what_is_missing_is_said(teachers, changes, wanted, other, tmp_path) -> 
     bases = {name: paths[base] for name, base in changes.get("bases", {}).items()}
     with pytest.raises(CoterieError, match=wanted):
         coterie.run(teachers(**changes | ({"bases": bases} if bases else {})), out=tmp_path / "run")
-
-
-def test_everybody_has_pairs_of_one_rank_on_a_base_of_its_own(teachers) -> None:
-    local: Any = joined(teachers(method={"name": "fedmkt", "attention": {"rank": 3}}))
-    for side in (local.server, *local.clients.values()):
-        assert isinstance(side.adapter, Adapter)
-        pairs = pairs_of(side.adapter.parameters())
-        assert {(len(a.tensor), b.tensor.shape[1]) for a, b in pairs} == {(3, 3)}
-        assert {part.role for part in side.adapter.parameters().values()} == {"dense"}
 
 
 def test_tokens_that_the_model_has_no_row_for_are_not_learnt(teachers) -> None:

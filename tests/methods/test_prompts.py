@@ -118,13 +118,8 @@ def test_the_whole_encoder_travels_and_is_averaged(config) -> None:
     local: Any = joined(config(method=METHODS["encoder"]))
     first = down(local, "poet")["adapter"]
     uploads = one_round(local, 0)
-    sizes = {"embedding.weight": (5, 32)}
-    for layer, (out, width) in {0: (24, 32), 2: (24, 24), 4: (32, 24)}.items():
-        sizes |= {f"mlp_head.{layer}.weight": (out, width), f"mlp_head.{layer}.bias": (out,)}
     for upload in uploads.values():
-        assert {n: tuple(t.shape) for n, t in upload["adapter"].items()} == {
-            f"prompt/{n}": shape for n, shape in sizes.items()
-        }
+        assert upload["adapter"].keys() == first.keys() == local.clients["poet"].parameters().keys()
         assert all(not torch.equal(t, first[n]) for n, t in upload["adapter"].items())
     mean = mean_of(u["adapter"] for u in uploads.values())
     assert close_to(down(local, "poet")["adapter"], mean, atol=1e-7)

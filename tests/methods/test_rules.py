@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from every_method import METHODS
 from shortened import TOKENS, joined_with_tokens
 from tensors import Tensors, close_to, mean_of
 from torch import Tensor
@@ -17,7 +16,6 @@ from coterie.engines.local import LocalRun
 from coterie.messages import Message, MessageError
 from coterie.messages.schema import Reduce
 from coterie.runs import RunFolder
-from coterie.testing import loop
 from coterie.testing.rounds import close, joined, one_round, step, take
 from coterie.transforms.reductions import Median
 
@@ -110,22 +108,6 @@ def test_nobody_claims_more_tokens_than_when_joining(config) -> None:
     close(local, 0, {"poet": replace(upload, values={"tokens": 1999})})  # fewer may be
 
 
-@pytest.mark.slow
-def test_all_clients_count_alike_unless_the_run_says_otherwise(config, tmp_path) -> None:
-    run = config(method="fedavg", rounds=1)
-    assert run.aggregation.weights == "uniform"
-    explicit = config(method="fedavg", rounds=1, aggregation={"weights": "uniform"})
-    local = joined(run)
-    assert "tokens" not in local.clients["poet"].hello().values
-    uploads = one_round(local, 0)
-    assert not any(upload.values for upload in uploads.values())
-    assert close_to(held(local), mean_of(sent(uploads, run).values()), atol=1e-8)
-    paths = [
-        coterie.run(each, out=tmp_path / str(n)).path for n, each in enumerate((run, explicit))
-    ]
-    loop.assert_same_states(*map(RunFolder, paths))
-
-
 def test_every_method_with_a_mean_can_weigh_by_tokens(run: RunConfig) -> None:
     local: Any = weighed(run)
     compared = False
@@ -142,12 +124,3 @@ def test_every_method_with_a_mean_can_weigh_by_tokens(run: RunConfig) -> None:
             assert not texts or not close_to(mean, mean_of(tensors), atol=1e-5)
     assert compared
     take(local)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["comigs, exact", "flexlora, ranks", "fedamole"])
-def test_a_deployment_weighs_alike(name: str, config, tmp_path) -> None:
-    run = config(method=METHODS[name], rounds=2, aggregation={"weights": "tokens"})
-    local = coterie.run(run, out=tmp_path / "local")
-    loop.deploy(run, tmp_path)
-    loop.assert_as_local(run, tmp_path, RunFolder(local.path))

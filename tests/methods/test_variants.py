@@ -149,23 +149,6 @@ def test_fedprox_adds_the_gradient_of_half_mu_times_the_squared_distance(config)
 
 
 @pytest.mark.slow
-def test_fedprox_without_mu_is_fedavg(config) -> None:
-    near = one_round(joined(config(method={"name": "fedprox", "mu": 0.0})), 0)["poet"]
-    plain = one_round(joined(config(method="fedavg")), 0)["poet"]
-    assert near.encode() == plain.encode()
-
-
-def test_after_fine_tuning_the_model_is_the_trained_one(config) -> None:
-    local: Any = joined(config(method="fedavg-ft", rounds=1))
-    assert local.config.method.reports == "trained"
-    one_round(local, 0)
-    poet, whaler = (local.clients[n].adapter.tensors() for n in ("poet", "whaler"))
-    assert any(not torch.equal(poet[n], whaler[n]) for n in poet)
-    loss = language_model_loss(local.clients["poet"].model(), torch.arange(18).view(1, -1))
-    assert torch.isfinite(loss)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rank", "sentence"),
     [

@@ -8,14 +8,12 @@ import torch
 from tensors import equal
 from transformers import PreTrainedModel
 
-import coterie
 from coterie.adapters import of_roles
 from coterie.engines.local import local_run
 from coterie.engines.session import Session
 from coterie.methods.adapter import AdapterClient
 from coterie.methods.tensors import copied, copy
 from coterie.runs import RunFolder
-from coterie.testing.contract import Stop
 from coterie.training.local import LocalTraining
 
 ROUNDS, STEPS, EVERY, TURNS = 4, 2, 3, 2
@@ -93,13 +91,3 @@ def test_what_is_left_goes_with_the_state(run) -> None:
     again.restore(state)
     again.run(2)
     assert equal(tensors, after)
-
-
-def test_a_run_that_was_stopped_ends_with_the_same_bits(config, tmp_path) -> None:
-    router = {**METHOD["router"], "every": STEPS}  # a phase ends the round
-    run = config(method={**METHOD, "router": router}, rounds=2)
-    whole = coterie.run(run, out=tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        coterie.run(run, out=tmp_path / "stopped", callbacks=[Stop()])
-    resumed = coterie.resume(tmp_path / "stopped")
-    assert resumed.results["comigs-2s"]["trained"] == whole.results["comigs-2s"]["trained"]

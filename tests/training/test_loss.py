@@ -41,29 +41,6 @@ def test_loss_and_gradients_equal_cross_entropy(base, adapter, ids) -> None:
     torch.testing.assert_close(mean, expected.mean(), rtol=0, atol=1e-9)
 
 
-def test_padded_samples_are_as_each_by_itself(base, adapter, ids) -> None:
-    # The loss is over the last three tokens of one sample, and the last two of a shorter one.
-    ids[1, 5:] = 0
-    counted = torch.zeros(3, 7, dtype=torch.bool)
-    counted[0, 4:] = counted[1, 2:4] = True
-    real = torch.ones(3, 7, dtype=torch.bool)
-    real[1, 4:] = False
-    first, second = (cross_entropy(base, rows)[0] for rows in (ids[:1], ids[1:2, :5]))
-    expected = torch.cat([first[4:], second[2:4]])
-    compare(language_model_loss(base, ids, counted, real), expected.mean(), adapter)
-    losses = token_losses(base, ids, counted, real)
-    torch.testing.assert_close(losses[counted], expected.float(), rtol=0, atol=1e-6)
-    assert not losses[~counted].any()
-
-
-def test_a_trained_head_gets_its_gradient(base, ids) -> None:
-    head = base.lm_head.weight.requires_grad_()
-    [expected] = torch.autograd.grad(cross_entropy(base, ids).mean(), head)
-    [got] = torch.autograd.grad(language_model_loss(base, ids), head)
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
-    torch.testing.assert_close(token_losses(base, ids), cross_entropy(base, ids).float())
-
-
 def test_under_autocast_near_the_plain_loss(base, adapter, ids) -> None:
     base.float()
     with autocast("bf16", "cpu"):

@@ -1,28 +1,16 @@
-"""Any dense optimiser of torch can be chosen, is checked at once, and goes on where it stopped."""
+"""Any dense optimiser of torch can be chosen, and its settings are checked at once."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from every_method import some
 
 import coterie
 from coterie import CoterieError
 from coterie.config.read import load_config
 from coterie.config.run import parse
-from coterie.runs import RunFolder
-from coterie.testing.contract import Stop
-from coterie.testing.loop import assert_same_state
 from coterie.training.optimiser import REFUSED, build, classes
 from coterie.training.spec import ADAMW, OptimiserSpec
-
-OTHERS = {
-    "sgd": {"name": "sgd", "momentum": 0.9},
-    "adafactor": "adafactor",
-    "nadam": {"name": "NAdam", "momentum_decay": "4e-3"},
-    "adagrad": "Adagrad",
-}
 
 
 @pytest.fixture(scope="module")
@@ -34,27 +22,6 @@ def make(values):
         return parse(values(method="fedavg", rounds=2, training=training))
 
     return made
-
-
-@pytest.fixture(scope="module")
-def usual(make, tmp_path_factory) -> Path:
-    return coterie.run(make(), out=tmp_path_factory.mktemp("usual") / "run").path
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", some({"sgd"}, OTHERS))
-def test_a_stopped_run_goes_on_with_any_moments(name, make, usual, tmp_path) -> None:
-    run = make(optimiser=OTHERS[name])
-    whole = RunFolder(coterie.run(run, out=tmp_path / "whole").path)
-    with pytest.raises(KeyboardInterrupt):
-        coterie.run(run, out=tmp_path / "run", callbacks=[Stop()])
-    resumed = RunFolder(coterie.resume(tmp_path / "run").path)
-    for client in ("client-diarist", "client-poet", "client-whaler"):
-        uninterrupted, continued = whole.load(client), resumed.load(client)
-        assert_same_state(whole, resumed, client)
-        assert continued.parts["training"].parts["joint"].groups
-        with_adamw = RunFolder(usual).load(client)["adapter"]
-        assert not all(torch.equal(t, with_adamw[n]) for n, t in uninterrupted["adapter"].items())
 
 
 def test_adamw_has_its_defaults_however_it_is_called(config, make) -> None:

@@ -20,10 +20,7 @@ from coterie.evaluation.evaluate import evaluate
 from coterie.methods.tensors import copied
 from coterie.runs import RunFolder
 from coterie.seeding import generator
-from coterie.testing.contract import Stop
-from coterie.testing.loop import assert_as_local, assert_same_states, deploy
 from coterie.testing.rounds import joined, one_round, take
-from coterie.training import local
 from coterie.training.spec import TrainingSpec
 
 BASICS: dict[str, Any] = {"steps": 2, "batch": 4, "precision": "fp32"}
@@ -140,22 +137,6 @@ def test_a_batch_in_pieces_is_the_batch(config, questions, kind, micro_batch) ->
     torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-8)
 
 
-def test_pieces_with_unlike_numbers_of_tokens_occur(config, questions, monkeypatch) -> None:
-    # Without these, test_a_batch_in_pieces_is_the_batch would not test the weights of pieces.
-    seen: list[list[int]] = []
-    original = local.Updater.update
-
-    def update(self: Any, pieces: Any, *rest: Any, **named: Any) -> float:
-        seen.append([piece.terms for piece in pieces])
-        return original(self, pieces, *rest, **named)
-
-    monkeypatch.setattr(local.Updater, "update", update)
-    training = {**BASICS, "batch": 5, "micro_batch": 2}
-    trained(config(**QUESTIONS, data_root=str(questions), training=training), 1)
-    assert seen
-    assert all(len(pieces) == 3 and len(set(pieces)) > 1 for pieces in seen)
-
-
 @pytest.mark.slow
 def test_distillation_in_pieces_is_distillation(teachers) -> None:
     def taught(**training: Any) -> list[Tensor]:
@@ -207,18 +188,6 @@ def test_turns_of_a_level_read_one_batch_of_the_epoch_after_another(knobs) -> No
     expected = [epoch_batch(text, 3, 16, number, chance) for number in range(4)]
     for batch, other in zip(drawn, expected, strict=True):
         assert torch.equal(batch.ids, other.ids)
-
-
-@pytest.mark.slow
-def test_a_deployment_and_a_resumed_run_draw_the_same(knobs, tmp_path) -> None:
-    whole = RunFolder(coterie.run(knobs, out=tmp_path / "whole").path)
-    deploy(knobs, tmp_path / "deployed")
-    assert_as_local(knobs, tmp_path / "deployed", whole)
-    with pytest.raises(KeyboardInterrupt):
-        coterie.run(knobs, out=tmp_path / "cut", callbacks=[Stop()])
-    torch.manual_seed(12345)  # torch's own generators are nobody's
-    coterie.resume(tmp_path / "cut")
-    assert_same_states(RunFolder(tmp_path / "cut"), whole)
 
 
 def test_scores_have_no_dropout(knobs) -> None:
