@@ -70,11 +70,6 @@ def test_a_shell_shows_a_line_and_a_notebook_a_page() -> None:
     assert "<i>" not in html
 
 
-def test_rows_that_are_alike_share_a_rank() -> None:
-    rows = Comparison("c", {"far": [FAR], "one": [BEST], "same": [BEST]}).summary()
-    assert [row["rank"] for row in rows] == [3, 1, 1]
-
-
 def test_rows_of_several_seeds_are_compared_over_them() -> None:
     results = {name: [runs[0], runs[0] | {"seed": 1}] for name, runs in RESULTS.items()}
     table = Comparison("c", results).table()

@@ -56,16 +56,6 @@ def test_the_table_of_the_demo_is_in_one_piece_at_80_columns() -> None:
     assert sum(line.startswith("─") for line in shown(run_table(results))) == 1
 
 
-def test_a_comparison_ranks_the_means_over_clients_and_seeds() -> None:
-    results = {"local": [result(a=10, b=20), result(a=14, b=20)], "fedavg": [result(a=8, b=16)] * 2}
-    local, fedavg = Comparison("x", results).summary()
-    assert (local["clients"], local["perplexity"]) == ({"a": 12, "b": 20}, 16)
-    assert local["std"] == pytest.approx(math.sqrt(2))  # of 15 and 17
-    assert (local["rank"], fedavg["rank"], fedavg["std"]) == (2, 1, 0)
-    assert "16.00 (1.41)" in shown(Comparison("x", results).table())[4]
-    assert Comparison("x", results).table().rows[0][1] == "12.00 (2.83)"  # of 10 and 14
-
-
 def test_tables_say_which_rounds_models_are_kept() -> None:
     best = result(a=10, b=20) | {"kept": {"a": 0, "b": 12}}
     pooled = result(a=30, b=50) | {"kept": {"everyone": 3}}

@@ -134,11 +134,13 @@ def test_a_gated_base_is_said_to_be_gated(monkeypatch) -> None:
         load_tokenizer("some/base")
 
 
-def test_the_head_of_one_sequence_copies_no_weight() -> None:
-    # The last position counts as contiguous, but has the strides of the whole sequence.
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_head_of_one_sequence_copies_no_weight(rows) -> None:
+    # The last positions of several sequences are not contiguous. That of one sequence counts as
+    # contiguous, but has the strides of the whole sequence.
     model = load_base("tiny-llama", "fp32", 16).model
     strides: list[tuple[int, ...]] = []
     head = model.get_output_embeddings()
     head.register_forward_pre_hook(lambda _, inputs: strides.append(inputs[0].stride()))
-    model(input_ids=torch.arange(9)[None], logits_to_keep=1)
+    model(input_ids=torch.arange(9).expand(rows, 9), logits_to_keep=1)
     assert strides == [(192, 192, 1)]

@@ -12,7 +12,7 @@ import transformers
 from test_gguf import LAYERS, WIDTH, cache, model, write
 
 from coterie.bases import gguf as ours
-from coterie.bases import load_base, load_skeleton, load_tokenizer, whole
+from coterie.bases import load_base, load_skeleton, load_tokenizer
 from coterie.errors import CoterieError
 
 __all__ = ["cache", "model"]
@@ -138,12 +138,3 @@ def test_a_file_is_converted_again_by_another_reader(model, cache, tmp_path, mon
         monkeypatch.setattr(owner, name, value)
         load_skeleton(str(file))
         assert len(set(cache.iterdir()) - before) == 1
-
-
-def test_a_gguf_file_passes_the_check_of_every_base(model, tmp_path, monkeypatch) -> None:
-    def refuse(*_: object) -> None:
-        raise CoterieError("it is checked")
-
-    monkeypatch.setattr(whole, "_check_report", refuse)
-    with pytest.raises(CoterieError, match=r"small\.gguf could not be read: it is checked$"):
-        load_base(str(write(tmp_path / "small.gguf", model)), None, 64)

@@ -4,13 +4,11 @@ import struct
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 from test_gguf import cache, model, write
 from test_incomplete_bases import configure
 
 from coterie.bases import checks, load_base, load_skeleton, load_tokenizer
 from coterie.bases.checks import check_numbers
-from coterie.bases.gguf import converted
 from coterie.bases.gguf_header import read_header
 from coterie.errors import CoterieError
 
@@ -96,8 +94,3 @@ def test_headers_in_either_byte_order_are_read(tmp_path) -> None:
     content = b"GGUF" + struct.pack(">IQQ", 3, 0, 1) + struct.pack(">Q", 1) + b"a"
     (tmp_path / "a.gguf").write_bytes(content + struct.pack(">IIQHH", 9, 2, 2, 1, 2))
     assert read_header(tmp_path / "a.gguf").fields == {"a": [1, 2]}
-
-
-def test_converted_weights_are_unchanged(model, tmp_path) -> None:
-    folder = converted(write(tmp_path / "small.gguf", model))
-    assert load_file(folder / "model.safetensors").keys() <= model.state_dict().keys()

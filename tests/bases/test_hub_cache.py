@@ -1,6 +1,5 @@
 """Bases that are damaged in the Hugging Face hub's cache: the message names the file."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -39,15 +38,6 @@ def test_the_message_names_a_damaged_file(cached, file, damage) -> None:
     for part in (str(cached), file, "hf download org/small --force-download"):
         assert part in str(refusal.value)
     assert "built-in" not in str(refusal.value)
-
-
-def test_the_message_names_a_missing_shard(cached) -> None:
-    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    (cached / "model.safetensors").rename(cached / shards[0])
-    index = {"metadata": {}, "weight_map": dict(zip("ab", shards, strict=True))}
-    (cached / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CoterieError, match=f"lacks the weight file {shards[1]}"):
-        load_base("org/small", "fp32", 8)
 
 
 def test_a_tokenizer_without_any_file_is_missing(cached) -> None:

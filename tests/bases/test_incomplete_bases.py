@@ -2,7 +2,6 @@
 
 import ast
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,7 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 from typer.testing import CliRunner
 
 import coterie
-from coterie.analysis.base_tables import base_table
-from coterie.bases import EMBEDDED, BaseSpec, load_base, load_skeleton, whole
+from coterie.bases import EMBEDDED, BaseSpec, load_base, load_skeleton
 from coterie.cli import app
 from coterie.errors import CoterieError
 
@@ -250,12 +248,6 @@ def test_rotary_frequencies_of_old_checkpoints_are_ignored(tmp_path) -> None:
         load_base(str(folder), "fp32", 16)
 
 
-def test_the_table_of_a_base_shows_tokens_and_embeddings(config) -> None:
-    config = config()
-    rows = {str(row[0]): row[1] for row in base_table(config.base, config).rows}
-    assert rows["vocabulary"] == "1,024 tokens; 1,024 embeddings"
-
-
 def test_one_function_loads_and_checks_the_weights_of_every_base() -> None:
     loaders = {
         path.name
@@ -265,14 +257,3 @@ def test_one_function_loads_and_checks_the_weights_of_every_base() -> None:
         if ast.unparse(node.value).endswith(("Model", "ForCausalLM"))
     }
     assert loaders == {"whole.py"}
-
-
-@pytest.mark.parametrize("name", ["a folder", "tiny-gpt2"])
-def test_every_place_of_a_base_is_checked(name, folder, monkeypatch) -> None:
-    def refuse(base: str, *_: object) -> None:
-        raise CoterieError(f"{base} is checked")
-
-    monkeypatch.setattr(whole, "_check_report", refuse)
-    base = str(folder) if name == "a folder" else name
-    with pytest.raises(CoterieError, match=f"^{re.escape(base)} is checked$"):
-        load_base(base, None, 16)

@@ -8,12 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import coterie
 from coterie.bases import Base, BaseSpec, load_base
-from coterie.bases.precision import autocast
 from coterie.config.run import RunConfig
 from coterie.runs import RunFolder
 from coterie.testing.loop import assert_as_local, deploy
@@ -120,24 +118,3 @@ def test_scores_in_bf16_are_near_those_in_fp32(halved, kept, tmp_path) -> None:
     results = [coterie.run(run, out=tmp_path / run.precision).results for run in (run, exact)]
     scores = [result["pretrained"]["trained"]["poet"]["perplexity"] for result in results]
     assert scores[0] == pytest.approx(scores[1], rel=1e-2)
-
-
-class _Shapes(TorchDispatchMode):
-    """Collect the shapes of the operands of all operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[torch.Size] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.shapes += [operand.shape for operand in args if isinstance(operand, Tensor)]
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_head_s_weight_is_not_copied_for_each_sequence() -> None:
-    base = load_base(BaseSpec(name="tiny-llama", weights="bf16"), "bf16", 64)
-    ids = torch.arange(24).view(3, 8)
-    with torch.no_grad(), autocast("bf16", "cpu"), _Shapes() as seen:
-        base.model(input_ids=ids, logits_to_keep=1)
-    vocabulary = base.model.config.vocab_size
-    assert {len(shape) for shape in seen.shapes if vocabulary in shape} == {2}

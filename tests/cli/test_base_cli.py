@@ -17,7 +17,8 @@ def test_a_base_is_shown_without_its_weights(shown, bases, monkeypatch) -> None:
     monkeypatch.setattr("coterie.bases.loading.AutoModelForCausalLM.from_pretrained", None)
     monkeypatch.chdir(bases)
     text = shown("llama")
-    for words in ("LlamaForCausalLM", "64 tokens", "experts inside LlamaMLP"):
+    vocabulary = "1,024 tokens; 1,024 embeddings"
+    for words in ("LlamaForCausalLM", "64 tokens", vocabulary, "experts inside LlamaMLP"):
         assert words in text
     assert "memory" not in text
 

@@ -1,6 +1,5 @@
-"""A command reads its run file once and validates it once, and reading imports no torch."""
+"""A command reads its run file once and validates it once."""
 
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -86,24 +85,6 @@ def test_a_server_reads_its_file_once(clients, validations, tmp_path, monkeypatc
     assert [client.name for client in served[0].clients] == ["anna"]
     assert opened == [str(file)]
     assert validations == ["RunFile"]
-
-
-@pytest.mark.parametrize(
-    "name", ["demo", "who-wrote-this", "four-assistants", "teach-one-another", "assistants"]
-)
-def test_reading_imports_no_torch(name: str) -> None:
-    program = (
-        "import sys; from pathlib import Path;"
-        "from coterie.config.read import RunFile, read_values, validated;"
-        "values = read_values(Path(sys.argv[1]), ['method.own=3']);"
-        "print(validated(RunFile, values).method);"
-        "print(*sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
-    )
-    words = [sys.executable, "-c", program, name]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    method, slow = done.stdout.splitlines()
-    assert "own=3" in method  # whether it is a setting is for the method's class
-    assert slow == ""
 
 
 def test_a_methods_settings_are_as_in_the_file_until_they_are_bound(values, tmp_path) -> None:

@@ -212,13 +212,3 @@ def test_scores_are_of_what_follows_the_whole_prompt(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(generation, "continuations", keep)
     generation.generate_answers(base, base, samples, 5, 2)
     assert given == [[1, *encoder.encode(item.prompt).ids] for item in items]
-
-
-def test_a_prompt_that_shares_a_token_with_an_answer_is_encoded_alone() -> None:
-    words: Any = tokenizer("bytes", "plain")
-    encoder, _ = bare_encoder(words)
-    parts = ["so it i", "s true"]
-    [[before, answer]] = PartEncoder(encoder).batch([parts])
-    assert answer.offsets[0][0] < 0
-    assert before.ids + answer.ids == encoder.encode("so it is true").ids
-    assert PartEncoder(encoder).opening(parts) == encoder.encode("so it i").ids

@@ -7,16 +7,13 @@ from typing import Any
 import pytest
 import torch
 from talks import TEMPLATES, Exchange, Talk, talk
-from tokenizers import Tokenizer as Encoder
-from tokenizers import normalizers, pre_tokenizers
-from tokenizers.models import BPE
 
 from coterie.bases import context_token, load_tokenizer
 from coterie.data.chat import OURS, ChatTemplate, chat_template
 from coterie.data.examples import Encoding, Examples, joined
 from coterie.data.items import Conversation
 from coterie.data.kinds.conversations import chats
-from coterie.data.parts import PartEncoder, bare_encoder
+from coterie.data.parts import bare_encoder
 from coterie.errors import CoterieError
 
 WIDE = 10**6
@@ -55,6 +52,8 @@ def test_a_batch_counts_what_the_samples_count() -> None:
     assert torch.equal(some.batch(range(3)).ids, batch.ids)
     both = joined([samples, some])
     assert torch.equal(both.batch(torch.tensor([5, 6, 7])).ids, batch.ids)
+    assert (both.items, both.bytes) == (samples.items + some.items, samples.bytes + some.bytes)
+    assert some.bytes == sum(samples.only([n]).bytes for n in (3, 0, 3)) > 0
     assert both.markers == samples.markers == ("<|endoftext|>",)
 
 
@@ -113,22 +112,3 @@ def test_which_template_is_used() -> None:
     given = chat_template(tokenizer, source("ours"))
     assert given.name == "data.chat_template"
     assert given.digest != own_template.digest
-
-
-@pytest.mark.parametrize("scheme", ["prepend", "first", "always", "never"])
-def test_parts_are_encoded_as_the_whole_is_up_to_an_answer(scheme: str) -> None:
-    letters = ["<unk>", "<s>", "</s>", "\u2581", "\n", *(chr(code) for code in range(33, 127))]
-    encoder = Encoder(BPE({letter: n for n, letter in enumerate(letters)}, [], unk_token="<unk>"))
-    if scheme == "prepend":
-        steps = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-        encoder.normalizer = normalizers.Sequence(steps)  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        metaspace: Any = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
-        encoder.pre_tokenizer = metaspace
-    encoder.add_special_tokens(["<s>", "</s>", "<|user|>", "<|assistant|>"])
-    for parts in (
-        ["<s><|user|>\nHi you<|assistant|>", "Yes</s>", "<|user|>And<|assistant|>", "No</s>"],
-        ["User: Hi\nAnswer:", " Yes</s>"],  # An answer in the middle of a text has no space.
-    ):
-        whole = encoder.encode("".join(parts), add_special_tokens=False).ids
-        assert [id for ids in PartEncoder(encoder).ids(parts) for id in ids] == whole

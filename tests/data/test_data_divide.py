@@ -1,12 +1,10 @@
 """Division by label, by mixture and by Dirichlet shares; and what holds for every division."""
 
-import json
 from collections import Counter
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy
 import pytest
 from divisions import divide, items, labels
@@ -15,9 +13,8 @@ from hypothesis import strategies as st
 from questions import write
 
 from coterie.data.division.divide import MINIMUM, Pools, _by_dirichlet
-from coterie.data.spec import DataSpec, Fractions, InstructionSpec
+from coterie.data.spec import DataSpec, Fractions
 
-NEWS = Path(__file__).parents[3] / "shared" / "data" / "ag-news"
 LABELS = ("World", "Sports", "Business", "Sci/Tech")
 
 
@@ -153,28 +150,6 @@ def test_labels_become_client_names(tmp_path) -> None:
     assert set(divide(tmp_path, by="label")) == {"minus-1", "0", "1"}
 
 
-def test_class_names_of_a_hub_data_set_are_labels(root, hub) -> None:
-    text, names = datasets.Value("string"), datasets.ClassLabel(names=["no", "yes"])
-    rows = {"label": [0, 1] * 20, "text": [f"text {i}" for i in range(40)]}
-    asked = hub(lambda _: rows, datasets.Features({"label": names, "text": text}))
-    divided = divide(root, by="label", source="some/news", subset="small", split="train[:40]")
-    assert asked == [("some/news", "small", "train[:40]")]
-    assert {name: len(texts.train) for name, texts in divided.items()} == {"no": 16, "yes": 16}
-    assert not datasets.are_progress_bars_disabled()
-
-
-@pytest.mark.skipif(not NEWS.exists(), reason="needs the AG News texts beside the repository")
-def test_ag_news_as_comigs_divides_it() -> None:
-    data = DataSpec(text=["title", "description"])
-    divided = divide(NEWS, data, source="ag_news.jsonl", by="label", held_out="uniform")
-    assert list(divided) == ["business", "sci-tech", "sports", "world"]
-    rows = [json.loads(line) for line in (NEWS / "ag_news.jsonl").read_text().splitlines()]
-    label = {f"{row['title']}\n{row['description']}": row["label"] for row in rows}
-    for texts in divided.values():
-        assert len({label[text] for text in texts.train}) == 1
-        assert len(set(Counter(label[text] for text in texts.test).values())) == 1
-
-
 CLIENTS = 4
 SIZES = {"a": 300, "b": 90, "c": 210, "d": 60, "e": 140}
 
@@ -248,14 +223,11 @@ def test_the_scarcest_of_chance_does_not_stop_it() -> None:
 
 
 def test_the_run_file_s_key_balances(tmp_path) -> None:
-    asked = [{"instruction": f"{k} {i}", "output": k} for k, n in SIZES.items() for i in range(n)]
-    write(tmp_path / "records.jsonl", *asked)
-    data = DataSpec(instructions=InstructionSpec(template="{{ instruction }}"))
+    write_records(tmp_path / "records.jsonl", chain(*(k * n for k, n in SIZES.items())))
 
     def divided(**more: Any) -> list[list[int]]:
-        options = {"label": "output", "by": "dirichlet", "clients": CLIENTS, "alpha": 1.0, **more}
-        parts = divide(tmp_path, data, 3, **options).values()
-        counts = [Counter(item.answer for item in items(texts)) for texts in parts]
+        options = {"by": "dirichlet", "clients": CLIENTS, "alpha": 1.0, **more}
+        counts = [labels(items(t)) for t in divide(tmp_path, seed=3, **options).values()]
         return [[count[label] for label in SIZES] for count in counts]
 
     balanced = divided(balanced=True)

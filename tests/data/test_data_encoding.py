@@ -6,17 +6,16 @@ import pytest
 import torch
 from public_text import public_text
 from questions import SHORT, data_of, rows, write
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from coterie.bases import load_tokenizer
-from coterie.data.examples import Encoding, Examples
+from coterie.data.examples import Examples
 from coterie.data.items import Instruction
-from coterie.data.kinds.instructions import examples
-from coterie.data.parts import PartEncoder, bare_encoder
+from coterie.data.parts import bare_encoder
 from coterie.data.spec import DataSpec, Limits
 from coterie.data.texts import Texts
-from coterie.data.tokens import ClientData, pooled, tokenise
+from coterie.data.tokens import tokenise
 from coterie.data.windows import sample_batch
 from coterie.errors import CoterieError
 from coterie.seeding import generator
@@ -97,19 +96,6 @@ def test_a_batch_is_rows_of_the_samples(tokenizer: PreTrainedTokenizerBase) -> N
     assert {tuple(row) for row in first.ids.tolist()} == rows
 
 
-def test_pooling_puts_samples_one_after_another(tokenizer: PreTrainedTokenizerBase) -> None:
-    ann, bob = (encoded(tokenizer, part) for part in (SAMPLES[:2], SAMPLES[2:]))
-    both = pooled([ClientData(ann, bob, ann), ClientData(bob, bob, ann)])
-    whole = encoded(tokenizer, SAMPLES)
-    train = data_of(both.train)
-    for actual, wanted in zip(train.batch(range(5)), whole.batch(range(5)), strict=True):
-        assert actual is not None
-        assert wanted is not None
-        assert torch.equal(actual, wanted)
-    assert (train.items, train.bytes) == (whole.items, whole.bytes)
-    assert len(data_of(both.validation)) == 6
-
-
 def test_the_public_text_may_be_instructions(tokenizer, tmp_path) -> None:
     write(tmp_path / "public.jsonl", *rows(10))
     data = DataSpec(instructions=SHORT, public="public.jsonl", limits=Limits(public=4))
@@ -118,52 +104,9 @@ def test_the_public_text_may_be_instructions(tokenizer, tmp_path) -> None:
     assert {item.choices for item in public.items} == {("no", "yes")}
 
 
-SPACE = "\u2581"
-SPACES = [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
-DIGITS = [pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=True)]
-PREFIXED = {
-    "a normaliser": (normalizers.Sequence(SPACES), None),
-    "one normaliser": (normalizers.Prepend(" "), None),
-    "words' pieces": (None, pre_tokenizers.Metaspace(SPACE, prepend_scheme="always")),
-    "bytes": (None, pre_tokenizers.Sequence(DIGITS)),
-}
-
-
-def characters(normalizer: normalizers.Normalizer, pre: pre_tokenizers.PreTokenizer) -> Tokenizer:
-    """Return a tokenizer of single characters."""
-    alphabet = sorted({*"Isityesno?", " ", SPACE, *pre_tokenizers.ByteLevel.alphabet()})
-    made = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    if normalizer is not None:
-        made.normalizer = normalizer
-    if pre is not None:
-        made.pre_tokenizer = pre
-    return made
-
-
-@pytest.mark.parametrize("kind", PREFIXED.values(), ids=PREFIXED)
-@pytest.mark.parametrize("answer", [" yes", "no", " so it is", ""])
-def test_prompt_and_answer_are_the_tokens_of_both_together(kind, answer) -> None:
-    encoder = characters(*kind)
-    [[prompt, after]] = PartEncoder(encoder).batch([["Is it?", answer]])
-    assert prompt.ids + after.ids == encoder.encode(f"Is it?{answer}").ids
-    assert prompt.ids == encoder.encode("Is it?").ids
-    assert [end for _, end in after.offsets] == list(range(1, len(answer) + 1))
-
-
 def test_a_tokenizer_is_copied_once() -> None:
     tokenizers = [load_tokenizer("tiny-gpt2") for _ in range(2)]
     first, again = [[bare_encoder(each)[0] for each in tokenizers] for _ in range(2)]
     assert [id(encoder) for encoder in first] == [id(encoder) for encoder in again]
     assert first[0] is not first[1]
     assert first[0] is not tokenizers[0].backend_tokenizer
-
-
-def test_a_part_of_the_samples_is_as_if_there_were_no_others() -> None:
-    encoder, end = bare_encoder(load_tokenizer("tiny-gpt2"))
-    items = [Instruction(f"{n} and {n}:", f"{2 * n}") for n in (1, 20, 300, 4000)]
-    how = Encoding(encoder, (end, end), 40, None, "ada")
-    whole, wanted = (examples(i, how) for i in (items, [items[2], items[1]]))
-    part = whole.only([2, 1])
-    for name in ("ids", "starts", "answers"):
-        assert torch.equal(getattr(part, name), getattr(wanted, name))
-    assert (part.bytes, part.items) == (wanted.bytes, wanted.items)

@@ -8,16 +8,13 @@ import datasets
 import pytest
 from divisions import divide, items
 from public_text import public_text
-from questions import SHORT, data_of, records, rows, write
+from questions import SHORT, records, rows, write
 
 from coterie.data.division.divide import Division
 from coterie.data.kinds.instructions import instructions
-from coterie.data.spec import ClientSpec, DataSpec, Fractions, InstructionSpec, Limits
+from coterie.data.spec import ClientSpec, DataSpec, Fractions, InstructionSpec
 from coterie.data.texts import client_texts
-from coterie.data.tokens import tokenise
 from coterie.errors import CoterieError
-
-TASKS = Path(__file__).parents[3] / "shared" / "data" / "instructions"
 
 # --- choices ------------------------------------------------------------------
 
@@ -217,21 +214,4 @@ def test_a_hub_data_set_has_the_names_of_its_classes_as_answers(tmp_path, hub) -
     for texts in (*by_label.values(), *by_source.values()):
         assert {item.answer for item in items(texts)} == {*ANSWERS}
         assert {item.choices for item in items(texts)} == {ANSWERS}
-
-
-@pytest.mark.skipif(not TASKS.is_dir(), reason="needs the instruction tasks beside the repository")
-def test_ten_tasks_for_ten_clients(tokenizer, tmp_path) -> None:
-    source = {file.stem: file.name for file in sorted(TASKS.glob("*.jsonl"))}
-    for name in source.values():
-        start = (TASKS / name).read_text(encoding="utf-8").splitlines()[:300]
-        (tmp_path / name).write_text("\n".join(start), encoding="utf-8")
-    how = InstructionSpec(template="plain")
-    data = DataSpec(instructions=how, limits=Limits(train=50, validation=20, test=20))
-    parts = divided(tmp_path, how, source=source, by="label")
-    assert len(parts) == 10
-    for name, texts in parts.items():
-        [choices] = {item.choices for item in items(texts)}
-        assert len(choices) in (2, 3, 4, 6)
-        split = data_of(tokenise(texts, tokenizer, data, name).train)
-        assert len(split) == 50
-        assert len({item.answer for item in split.items}) > 1
+    assert not datasets.are_progress_bars_disabled()

@@ -12,7 +12,6 @@ from coterie.data.division.spec import DivideSpec
 from coterie.data.spec import (
     ClientSpec,
     DataSpec,
-    InstructionSpec,
     Limits,
     MessagesSpec,
     PreferenceSpec,
@@ -183,17 +182,6 @@ def test_a_division_that_cannot_be_is_refused(source, options, sentence, root, m
     data = DataSpec.model_validate(values.pop("data", {}))
     with pytest.raises(CoterieError, match=sentence):
         divide(root, data, source=source, **values)
-
-
-def test_one_text_field_or_several() -> None:
-    assert DataSpec().fields == ["text"]
-    assert DataSpec(text=["title", "body"]).fields == ["title", "body"]
-
-
-def test_limits_on_instructions_are_of_samples_and_need_no_window() -> None:
-    data = DataSpec.model_validate({"limits": {"train": 1, "test": 128}, "instructions": {}})
-    assert data.instructions == InstructionSpec(template="alpaca", answer="output", choices=None)
-    assert DataSpec.model_validate(data.model_dump(mode="json")) == data
 
 
 def test_messages_and_preferences_are_on_or_off() -> None:
