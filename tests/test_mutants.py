@@ -33,7 +33,7 @@ def test_each_fault_names_tests_that_exist() -> None:
                 assert any(f" {name}{end}" in source + inherited for end in "(:"), test
 
 
-def test_ci_runs_the_tests_of_a_fault_after_a_change_of_its_file() -> None:
+def test_ci_runs_a_fault_s_tests_after_a_change_of_its_file() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "affected.py"))
     imported = script["imports"]()
     for fault in FAULTS:

@@ -252,7 +252,7 @@ def test_a_method_that_trains_nothing_has_no_line_without_news() -> None:
     assert plain(losses=False)[1:] == [last]
 
 
-def test_a_second_run_has_a_bar_of_its_own_and_repeats_no_adapter() -> None:
+def test_a_second_run_has_its_own_bar_and_repeats_no_adapter() -> None:
     out = io.StringIO()
     progress = ConsoleProgress(Console(file=out, width=80, force_terminal=True, color_system=None))
     for _ in range(2):

@@ -178,7 +178,7 @@ def test_control_tokens_are_counted_or_refused(tmp_path, kind: str) -> None:
         assert re.search(rf"^ann {split} +0\.00% +{count}$", survey, re.MULTILINE)
 
 
-def test_a_forged_turn_is_a_control_token_and_the_template_s_own_is_none(tmp_path) -> None:
+def test_a_forged_turn_is_a_control_token_unlike_the_template_s_own(tmp_path) -> None:
     data = {"messages": True, "chat_template": MARKED, "special_tokens": "refuse"}
     _, record = KINDS["messages"]
     ordinary = [record(f"A question, number {n}, about <b>this</b> [and] that.") for n in range(20)]

@@ -219,7 +219,7 @@ def test_a_shipped_run_file_is_known_by_its_name(tmp_path, monkeypatch) -> None:
         load_config(Path("elsewhere/who-wrote-this"))
 
 
-def test_clients_and_the_server_may_have_a_base_and_a_rate_of_their_own(config) -> None:
+def test_clients_and_the_server_may_have_their_own_base_and_rate(config) -> None:
     rates = {"poet": 4e-3, "server": 1e-3}
     training = {"learning_rate": 2e-3, "final_learning_rate": 2e-4, "learning_rates": rates}
     run = config(bases={"poet": "small"}, training=training, server={"base": "large"})
@@ -243,7 +243,7 @@ def settings(run: RunConfig, name: str) -> dict:
     return {key: value for key, value in values.items() if value != own[key]}
 
 
-def test_a_changed_part_is_carried_as_a_whole_and_an_unchanged_one_is_not(config) -> None:
+def test_only_a_changed_part_is_carried_and_as_a_whole(config) -> None:
     mlp, router = {"rank": 4, "specialists": 3}, {"every": 7}
     run = config(method={"name": "comigs-1g1s", "mlp": mlp, "router": router}, baselines=["local"])
     assert run.with_method("comigs-1g1s").method == run.method
@@ -269,7 +269,7 @@ def test_a_rank_is_carried_and_counts_of_experts_are_not(config) -> None:
     assert settings(sets, "ffa-lora")["mlp"] == whole  # its own rank is 16
 
 
-def test_a_rank_means_the_same_in_fedamole_and_in_what_it_is_compared_with(config) -> None:
+def test_a_rank_means_the_same_in_fedamole_and_its_baselines(config) -> None:
     run = config(method={"name": "fedamole", "attention": {"rank": 4}, "lora": {"alpha": 32}})
     attention = {"rank": 4, "targets": QUERY_VALUE}
     for name in ("fedit", "fedit-ft", "fdlora", "fedmkt", "local"):
@@ -282,7 +282,7 @@ def test_a_rank_means_the_same_in_fedamole_and_in_what_it_is_compared_with(confi
     assert settings(run, "comigs-1g1s").keys() == {"attention", "lora"}  # routers have nothing
 
 
-def test_a_part_that_is_left_out_is_left_out_where_a_method_can_do_without(config) -> None:
+def test_a_part_is_left_out_where_a_method_can_do_without(config) -> None:
     run = config(method={"name": "comigs-1g1s", "attention": None})
     for name in ("comigs-2s", "fedavg", "hetlora"):
         assert settings(run, name) == {"attention": None}

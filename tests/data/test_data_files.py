@@ -46,7 +46,7 @@ def test_blank_records_and_lines_are_skipped(tmp_path: Path) -> None:
     assert read(tmp_path, "a.jsonl") == ["one", "two"]
 
 
-def test_a_folder_is_read_in_the_order_of_names_without_hidden_or_other_files(tmp_path) -> None:
+def test_a_folder_is_read_by_name_without_hidden_or_other_files(tmp_path) -> None:
     names = ["b.txt", "a/z.TXT", "a/notes.md", ".git/x.txt", "a/.y.txt", "c.jsonl"]
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)

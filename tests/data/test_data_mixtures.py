@@ -47,7 +47,7 @@ def characters(texts: list[str]) -> dict[str, int]:
     return {k: sum(len(t) for t in texts if t.startswith(k)) for k in labels(texts)}
 
 
-def test_every_split_has_its_shares_within_a_record_as_large_as_the_labels_allow(root) -> None:
+def test_every_split_has_its_shares_as_far_as_labels_allow(root) -> None:
     fractions = {"validation": 0.1, "test": 0.15, "train": 0.75}
     divided = mixed(root, DataSpec(fractions=Fractions(validation=0.1, test=0.15)))
     assert list(divided) == ["anna", "ben", "cyd"]
@@ -139,7 +139,7 @@ def test_a_label_may_come_from_a_subset_on_the_hub(root, hub) -> None:
 @pytest.mark.parametrize(
     "how", [{"by": "mixture", "share": 0.7}, {"by": "dirichlet", "clients": 3, "alpha": 1.0}]
 )
-def test_the_start_of_a_client_s_text_has_the_shares_of_the_whole(root, how) -> None:
+def test_the_start_of_a_text_has_the_shares_of_the_whole(root, how) -> None:
     data = DataSpec(fractions=Fractions(validation=0.02, test=0.02))
     for client in divide(root, data, held_out="uniform", **how).values():
         start = client.train[: len(client.train) // 5]
