@@ -29,7 +29,9 @@ ALSO = {
 PAPERS = {"adapters", "alignment", "methods"}
 """Packages on which the papers' results depend most."""
 EVERYTHING = (["papers/tests", "tests"], [])
-NEEDED_BY_ALL = r"(tests/(?!test_)[^/]*\.py|pyproject\.toml|requirements\.txt|Makefile|\.ci/.*)"
+NEEDED_BY_ALL = (
+    r"(tests/(conftest|durations)\.py|pyproject\.toml|requirements\.txt|Makefile|\.ci/.*)"
+)
 
 
 def imports() -> dict[str, set[str]]:
@@ -69,6 +71,8 @@ def affected(
             papers = papers or name in PAPERS
         elif folder := re.match(r"tests/([a-z_]+)/", path):
             whole.add(folder[1])
+        elif helper := re.match(r"tests/(?!test_)(\w+)\.py", path):
+            whole |= importers(helper[1])
         elif path.startswith("tests/"):
             whole.add(path.removeprefix("tests/"))
         elif path.startswith("papers/"):
@@ -86,6 +90,18 @@ def affected(
     whole -= {name for name in whole if name.partition("/")[0] in whole - {name}}
     tests, sampled = existing(whole), existing(users - whole)
     return (["papers/tests", *tests] if papers else tests), sampled
+
+
+def importers(module: str) -> set[str]:
+    """Return the folders and files of tests that import a module in tests/, also indirectly."""
+    statement = re.compile(rf"^\s*(?:from|import) {module}\b", re.MULTILINE)
+    names: set[str] = set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        if statement.search(path.read_text(encoding="utf-8")):
+            name = path.relative_to(ROOT / "tests").parts[0]
+            is_helper = name == path.name and not name.startswith("test_")
+            names |= importers(path.stem) if is_helper else {name}
+    return names
 
 
 def existing(names: Iterable[str]) -> list[str]:

@@ -11,6 +11,8 @@ from durations import is_slow, listed
 SCRIPT = Path(__file__).parent.parent / "scripts" / "affected.py"
 EVERYTHING = (["papers/tests", "tests"], [])
 CRASHES = "tests/deployment/test_crashes.py"
+SITES = ["tests/test_deploy_files.py", "tests/test_real_base.py"]
+"""Files that import tests/sites.py, as tests/deployment does."""
 IMPORTS = {"cli": {"engines", "serve"}, "engines": {"methods"}, "methods": {"data"}}
 
 
@@ -41,7 +43,8 @@ def script() -> ModuleType:
         (["tests/deleted/test_a.py", "tests/test_deleted.py"], [], []),
         (["papers/pcl.md"], ["papers/tests"], []),
         (["docs/index.md"], ["tests/cli", "tests/test_*.py"], []),
-        (["tests/sites.py"], *EVERYTHING),
+        (["tests/sites.py"], ["tests/deployment", *SITES], []),
+        (["tests/conftest.py"], *EVERYTHING),
         (["docs/index.md", ".ci/run"], *EVERYTHING),
     ],
 )
