@@ -100,6 +100,12 @@ def test_a_chat_has_the_answer_of_coterie_chat(server, models: Models) -> None:
     assert streamed[-2]["choices"][0]["finish_reason"] == reply["choices"][0]["finish_reason"]
 
 
+def test_another_adapter_may_be_attached_between_requests(server, models: Models) -> None:
+    answer = server.post(CHAT, json=ASK).json()["choices"]
+    models.by_name["fedavg:ben"].weights.attach()
+    assert server.post(CHAT, json=ASK).json()["choices"] == answer
+
+
 def test_a_completion_continues_the_text(server, models: Models) -> None:
     body = {**CONTINUE, "temperature": 0, "logprobs": 2}
     reply = server.post(TEXT, json=body).json()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from coterie.adapters import detach
+from coterie.adapters import Trainable, attached, detach
 from coterie.errors import ran_out_of_memory
 from coterie.evaluation.generation import Sampling
 from coterie.inference.streaming import StreamedText
@@ -205,8 +205,8 @@ class Scheduler:
         self._stopped = False
         self._groups: dict[Weights, Group] = {}
         self._can_join: dict[int, bool] = {}
-        self._attached: dict[int, tuple[Weights, Forward]] = {}
-        """The attached adapter of each base, by the `id` of the base."""
+        self._attached: dict[int, tuple[Weights, Forward, Trainable | None]] = {}
+        """The model that was last used of each base, with its adapter, by the `id` of the base."""
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
     def start(self) -> None:
@@ -288,12 +288,13 @@ class Scheduler:
 
     def _forward(self, weights: Weights) -> Forward:
         base = weights.base
-        attached, forward = self._attached.get(id(base), (None, None))
-        if attached is weights and forward is not None:
-            return forward
+        last = self._attached.get(id(base))
+        # Other code in this process may have attached another adapter in the meantime.
+        if last is not None and last[0] is weights and last[2] is attached(base.model):
+            return last[1]
         if id(base) not in self._can_join:
             detach(base.model)
             self._can_join[id(base)] = can_join(base.model)
         forward = Forward(weights.attach(), self._can_join[id(base)])
-        self._attached[id(base)] = weights, forward
+        self._attached[id(base)] = weights, forward, attached(base.model)
         return forward
