@@ -17,7 +17,7 @@ if "TEST_GPU" not in os.environ:  # before PyTorch looks for GPUs, here and in p
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
-from durations import Recorder, is_slow, listed
+from hypothesis import settings
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 import coterie
@@ -35,6 +35,7 @@ from coterie.testing.small import (
     write_texts,
     write_tokenizer,
 )
+from tests.durations import Recorder, is_slow, listed
 
 WRITERS = EMBEDDED / "demo-writers"
 TEXTS = ("diarist", "poet", "whaler")
@@ -45,6 +46,8 @@ UNTIL = float(os.environ.get("TESTS_UNTIL", "inf"))
 
 
 set_variables(None)  # before any test imports Ray
+settings.register_profile("tests", deadline=None)  # a busy machine is no fault
+settings.load_profile("tests")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from durations import is_slow, listed
+
+from tests.durations import is_slow, listed
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "affected.py"
 EVERYTHING = (["papers/tests", "tests"], [])

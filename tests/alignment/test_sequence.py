@@ -115,7 +115,7 @@ def test_positions_match_where_the_same_has_been_read(text) -> None:
 
 
 @given(TEXTS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_positions_of_any_text_match_where_the_same_has_been_read(text) -> None:
     compare(text)
 
@@ -137,7 +137,7 @@ NUMBERS = st.lists(st.integers(-1, 9), max_size=8)
 
 
 @given(NUMBERS, st.lists(st.integers(0, 9), max_size=8, unique=True), st.integers(0, 3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_numbers_in_any_order_are_matched(student, teacher, nothing) -> None:
     teacher = [*teacher, *[-1] * nothing]
     numbers = (torch.tensor(each, dtype=torch.int64) for each in (student, teacher))
@@ -148,7 +148,7 @@ LISTS = st.lists(st.lists(st.integers(-1, 3), min_size=1, max_size=5), min_size=
 
 
 @given(LISTS, st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_keys_keep_texts_apart(texts, data) -> None:
     # Two numbers are equal if and only if texts with one key end at the same character.
     known = st.sampled_from([-1, 0, 1, 5, 2**31 - 1])
@@ -190,7 +190,7 @@ PIECES = st.lists(st.sampled_from(["a", "b", "ab", "abc", "", "é"]), min_size=1
 
 
 @given(PIECES, PIECES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_warping_is_the_cheapest_of_all(student, teacher) -> None:
     assert dynamic(student, teacher) == enumerated(student, teacher)
 

@@ -48,7 +48,7 @@ def as_dict(probs: SoftTargets, row: int) -> dict[int, float]:
 
 
 @given(rows(), MAPS, TEMPERATURES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_predictions_are_those_of_a_dictionary(given_rows, ids, temperature) -> None:
     tokens, logprobs = given_rows
     lognorm = logprobs.logsumexp(-1)
@@ -67,7 +67,7 @@ def test_predictions_are_those_of_a_dictionary(given_rows, ids, temperature) -> 
 
 
 @given(rows())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_the_identity_changes_nothing(given_rows) -> None:
     tokens, logprobs = given_rows
     lognorm = logprobs.logsumexp(-1)
@@ -79,7 +79,7 @@ def test_the_identity_changes_nothing(given_rows) -> None:
 
 
 @given(st.lists(st.lists(st.integers(-1, 3), min_size=4, max_size=4), min_size=1, max_size=4))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_first_of_equal_tokens_in_a_row(tokens) -> None:
     expected = [[row.index(token) == n for n, token in enumerate(row)] for row in tokens]
     assert first(torch.tensor(tokens)).tolist() == expected

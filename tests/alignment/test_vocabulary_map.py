@@ -49,7 +49,7 @@ def same(actual: VocabularyMap, expected: tuple[list[int], list[int]]) -> None:
 
 
 @given(VOCABULARIES, VOCABULARIES)
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 def test_the_map_is_that_of_brute_force(source, target) -> None:
     same(vocabulary_map(source, target), naive(source, target))
 

@@ -48,7 +48,7 @@ WAYS = st.one_of(
 MORE = {"held_out": st.just("uniform"), "test": st.just("test.jsonl"), "public": st.just(0.2)}
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(WAYS, st.fixed_dictionaries({}, optional=MORE), st.integers(0, 99))
 def test_no_record_is_used_twice_and_the_draw_follows_the_seed(root, way, more, seed) -> None:
     by = way["by"]

@@ -2,7 +2,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.data.kinds.text import pieces
@@ -14,7 +14,6 @@ SHARE = st.floats(0.05, 0.45)
 DEMO = Path(__file__).parents[2] / "src" / "coterie" / "assets" / "demo-writers"
 
 
-@settings(deadline=None)
 @given(st.text(alphabet="ab \n😀é", max_size=300), st.integers(1, 50))
 def test_pieces_lose_nothing_and_are_bounded(text: str, size: int) -> None:
     cut = list(pieces(text, size))
@@ -52,7 +51,6 @@ def test_adjacent_pieces_of_a_split_stay_one_document() -> None:
         assert any(lines.startswith(other, following) for other in texts["test"])
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 500), min_size=30, max_size=60), SHARE, SHARE)
 def test_records_are_dealt_whole_in_order_and_near_the_fractions(lengths, validation, test) -> None:
     documents = [f"{i:03d}" + "x" * n for i, n in enumerate(lengths)]

@@ -51,7 +51,7 @@ def test_documents_are_joined_by_end_of_text(tokenizer: PreTrainedTokenizerBase)
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.text(alphabet=LETTERS), max_size=3), st.integers(12, 80))
 def test_bytes_are_exact_under_any_limit(tokenizer, more, limit) -> None:
     documents = [PLAIN, *more, MIXED]
@@ -190,7 +190,6 @@ def stream(count: int) -> Tokens:
     return Tokens(torch.arange(count, dtype=torch.int32), bytes=count)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 5))
 def test_every_token_is_predicted_once_after_the_token_before_it(count, window, batch) -> None:
     seen: list[tuple[int, int]] = []
@@ -230,7 +229,6 @@ def test_batches_follow_their_generator() -> None:
     assert torch.equal(batch, torch.arange(9).expand(4, 9))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 70))
 def test_an_even_windows_is_windows_of_the_whole_evenly_spaced(count, window, most) -> None:
     [(ids, mask)] = evaluation_windows(stream(count), window, CONTEXT, 60)

@@ -60,13 +60,13 @@ def test_the_assignment_is_that_of_a_whole_number_programme() -> None:
         assert ties or np.array_equal(chosen, best)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SMALL, SMALL, BOUNDS)
 def test_bounds_are_refused_exactly_when_nothing_meets_them(E, C, bounds) -> None:
     assert possible(bounds, E, C) == (programme(np.zeros((E, C)), bounds) is not None)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 500), st.integers(1, 500), BOUNDS)
 def test_relaxed_bounds_can_be_met_and_change_no_more_than_they_must(E, C, bounds) -> None:
     relaxed = bounds.relaxed(E, C)

@@ -72,7 +72,7 @@ def test_epsilon_falls_with_noise_and_delta_and_grows_with_releases() -> None:
     assert by_delta == sorted(set(by_delta), reverse=True)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.floats(1e-3, 1e4), st.integers(1, 10_000), st.floats(1e-12, 0.5))
 def test_noise_for_undoes_epsilon(eps, releases, delta) -> None:
     noise = noise_for(eps, releases, delta)

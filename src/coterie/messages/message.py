@@ -90,14 +90,14 @@ class State:
         return sum(tensor.nbytes for group in groups for tensor in group.values())
 
     def without(self, client: str) -> "State":
-        """Return a copy that omits a client's nested state and the client's entries in `values`.
+        """Return a copy that omits the client's entries in `values`.
 
         Args:
             client: The client's name. Keys that equal this name are removed from all mappings
                 within `values`, but not from `values` itself.
         """
         values = {key: without(value, client) for key, value in self.values.items()}
-        return State(self.groups, values, {n: p for n, p in self.parts.items() if n != client})
+        return State(self.groups, values, self.parts)
 
     def is_finite(self) -> bool:
         """Return whether all numbers in this state and its nested states are finite."""
