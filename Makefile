@@ -26,7 +26,7 @@ quick: setup  ## run the tests that train no model, and two contract tests of Co
 	  "$(CONTRACT)::test_a_deployment_gives_the_same_bits[comigs-1g1s]" \
 	  "$(CONTRACT)::test_a_stopped_run_continues_to_the_same_bits[comigs-1g1s]"
 
-test: setup  ## run all tests that are neither slow nor thorough; 4 minutes on 2 cores
+test: setup  ## run all tests that are neither slow nor thorough; 3 minutes on 2 cores
 	$(PYTEST) -n 2 -m "not slow and not thorough"
 
 papers-test: setup  ## run the tests of papers/; 2 to 4 minutes on 2 cores
