@@ -18,7 +18,7 @@ from kept_runs import HIGH
 from killed_servers import run_until_killed
 from looped import NAMES, Killed, assert_same, entries, kill, result_of, steps
 from test_phases_after import Counted
-from test_turns import Follow, OneFirst, Twice, installed
+from test_turns import Follow, OneFirst, StopIn, Twice, installed
 
 import coterie
 from coterie.config.plugins import load_plugin
@@ -177,21 +177,6 @@ class Cell:
     expected: RunFolder
     out: Path
     patch: pytest.MonkeyPatch
-
-
-class StopIn(Follow):
-    """Stops a run when the first client has finished in a turn."""
-
-    def __init__(self, turn: int) -> None:
-        super().__init__()
-        self.left, self.seen = turn, set[str]()
-
-    def on_client_end(self, round: int, client: str) -> None:
-        if client in self.seen:
-            self.left, self.seen = self.left - 1, set()
-        self.seen.add(client)
-        if not self.left:
-            raise KeyboardInterrupt
 
 
 def resumed(cell: Cell, turns: Sequence[int] = (1,)) -> None:

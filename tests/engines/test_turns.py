@@ -69,6 +69,21 @@ class Follow(Callback):
         self.scored += [round] if scores else []
 
 
+class StopIn(Follow):
+    """Stops a run when the first client has finished in a turn."""
+
+    def __init__(self, turn: int) -> None:
+        super().__init__()
+        self.left, self.seen = turn, set[str]()
+
+    def on_client_end(self, round: int, client: str) -> None:
+        if client in self.seen:
+            self.left, self.seen = self.left - 1, set()
+        self.seen.add(client)
+        if not self.left:
+            raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize(
     ("method", "rounds", "exchanges"),
     [(FedAvg(), 3, [1, 1, 1]), (Twice(), 3, [2, 2, 2]), (OneFirst(), 3, [2, 1, 1])],
