@@ -3,7 +3,7 @@
     python scripts/affected.py
 
 TESTS are run whole; they include the tests that mutants.yaml lists for the changed files. Of
-SAMPLED, which test packages that import a changed package, a third is run.
+SAMPLED, which cover packages that import a changed package, a third is run.
 A change is what was committed in the 12 hours before the last commit. After a tenth of all commits,
 CI runs all slow tests. docs/develop/tests.md has the rules as a table.
 """
@@ -66,8 +66,9 @@ def affected(
             return EVERYTHING
         if package := re.match(r"src/coterie/([a-z_]+)", path):
             name = package[1]
-            whole |= {name, *(f for f, used in ALSO.items() if name in used)}
-            users |= {user for user, used in imported.items() if name in used}
+            whole.add(name)
+            for uses in (imported, ALSO):
+                users |= {user for user, used in uses.items() if name in used}
             papers = papers or name in PAPERS
         elif folder := re.match(r"tests/([a-z_]+)/", path):
             whole.add(folder[1])
