@@ -236,6 +236,7 @@ def test_workers_share_a_gpu(config, local, tmp_path, two_workers, monkeypatch) 
     def with_gpu(**options: Any) -> None:
         init(**options, num_gpus=1)
 
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # Ray counts them
     monkeypatch.setattr(two_workers.ray, "init", with_gpu)
     monkeypatch.setattr(two_workers, "processors", lambda: 3)
     monkeypatch.setattr(two_workers, "share", lambda _, gpus: (gpus, "cpu"))  # no real GPU
