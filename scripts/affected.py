@@ -74,11 +74,11 @@ def affected(
             whole.add(folder[1])
         elif helper := re.match(r"tests/(?!test_)(\w+)\.py", path):
             whole |= importers(helper[1])
-        elif path.startswith("tests/"):
+        elif path.startswith("tests/test_"):
             whole.add(path.removeprefix("tests/"))
         elif path.startswith("papers/"):
             papers = True
-        else:  # pages, examples, benchmarks
+        else:  # pages, examples, benchmarks, data of tests
             whole.add("cli")
     for folders in (whole, users):
         if folders & {"cli", "api", "testing"}:
@@ -95,7 +95,7 @@ def affected(
 
 def importers(module: str) -> set[str]:
     """Return the folders and files of tests that import a module in tests/, also indirectly."""
-    statement = re.compile(rf"^\s*(?:from|import) {module}\b", re.MULTILINE)
+    statement = re.compile(rf"^\s*(?:from|import) (?:tests\.)?{module}\b", re.MULTILINE)
     names: set[str] = set()
     for path in (ROOT / "tests").rglob("*.py"):
         if statement.search(path.read_text(encoding="utf-8")):

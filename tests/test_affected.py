@@ -45,6 +45,7 @@ def script() -> ModuleType:
         (["papers/pcl.md"], ["papers/tests"], []),
         (["docs/index.md"], ["tests/cli", "tests/test_*.py"], []),
         (["tests/sites.py"], ["tests/deployment", *SITES], []),
+        (["tests/english.yaml"], ["tests/cli", "tests/test_*.py"], []),
         (["tests/conftest.py"], *EVERYTHING),
         (["docs/index.md", ".ci/run"], *EVERYTHING),
     ],
@@ -56,6 +57,11 @@ def test_a_change_affects_these_tests(script, changed, whole, sampled) -> None:
         return sorted({*paths} - files | {"tests/test_*.py"}) if files <= {*paths} else paths
 
     assert [shortened(paths) for paths in script.affected(changed, IMPORTS)] == [whole, sampled]
+
+
+def test_a_helper_is_found_in_both_ways_to_import_it(script) -> None:
+    folders = script.importers("written_runs")
+    assert {"deployment", "report"} <= folders  # from tests.written_runs; from written_runs
 
 
 def test_packages_are_read_with_what_they_import(script) -> None:
