@@ -45,10 +45,11 @@ def garbage(reply: Reply, body: bytes) -> bytes:
 
 def strange(reply: Reply, body: bytes) -> bytes:
     """Return an upload in another format."""
+    message = Message.decode(body)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(formats, "FORMAT", 3)
         patch.setattr(formats, "VERSION", "9.8.7")
-        return seal(reply, Message.decode(body).encode())
+        return seal(reply, message.encode())
 
 
 BAD: dict[Callable[[Reply, bytes], bytes], str] = {
