@@ -290,6 +290,22 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
+def cache_path(kind: str, name: str) -> Path:
+    """Return the path of a file in Coterie's cache: $COTERIE_CACHE, or else ~/.cache/coterie.
+
+    The cache can be deleted at any time.
+
+    Args:
+        kind: The name of the file's folder in the cache.
+        name: The name of the file.
+
+    Raises:
+        RuntimeError: The user has no home folder.
+    """
+    setting = os.environ.get("COTERIE_CACHE")
+    return (Path(setting) if setting else Path.home() / ".cache/coterie") / kind / name
+
+
 def append_line(path: Path, line: str) -> None:
     """Append a line to a text file atomically; create the file if it is missing."""
     with writing(path):

@@ -124,7 +124,7 @@ def test_figures_of_a_map(vocabulary) -> None:
 @pytest.fixture
 def cache(monkeypatch, tmp_path) -> Path:
     monkeypatch.setenv("COTERIE_CACHE", str(tmp_path / "kept"))
-    return tmp_path / "kept"
+    return tmp_path / "kept" / "vocabulary-maps"
 
 
 def counted(monkeypatch) -> list[int]:

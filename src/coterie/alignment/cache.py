@@ -1,10 +1,9 @@
 """Cache of vocabulary maps: computing the map of two large vocabularies takes seconds.
 
-The cache folder is $COTERIE_CACHE, or else ~/.cache/coterie/vocabulary-maps. The folder can be
-deleted at any time. If the folder cannot be read or written, maps are recomputed.
+The maps are in the folder `vocabulary-maps` of Coterie's cache; see `cache_path`. If the folder
+cannot be read or written, maps are recomputed.
 """
 
-import os
 from hashlib import blake2b
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 from coterie.alignment.mapping import VocabularyMap, vocabulary_map
 from coterie.alignment.vocabulary import Vocabulary
 from coterie.errors import CoterieError
-from coterie.files import read_file, write_bytes
+from coterie.files import cache_path, read_file, write_bytes
 from coterie.messages import State
 
 FORMAT = 1
@@ -67,9 +66,7 @@ def _path(source: Vocabulary, target: Vocabulary) -> Path:
         RuntimeError: The user has no home folder.
     """
     pair = f"{FORMAT} {source.digest} {target.digest}".encode()
-    setting = os.environ.get("COTERIE_CACHE")
-    folder = Path(setting) if setting else Path.home() / ".cache/coterie/vocabulary-maps"
-    return folder / f"{blake2b(pair, digest_size=16).hexdigest()}.safetensors"
+    return cache_path("vocabulary-maps", f"{blake2b(pair, digest_size=16).hexdigest()}.safetensors")
 
 
 def _checksum(mapping: VocabularyMap) -> str:
