@@ -112,6 +112,12 @@ def _one_thread_again(_one_thread: None) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests, and processes that they start, do not touch the user's cache."""
+    os.environ["COTERIE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _ctrl_c() -> None:
     """Processes that tests start can be interrupted, even if a shell started these in the
     background, where it is ignored and they would inherit that."""

@@ -83,6 +83,21 @@ def answered(**accuracies: float) -> dict:
     return outcome
 
 
+def test_tables_show_drift() -> None:
+    results = {"local": result(a=10, b=20) | {"drift": {"a": 1, "b": 2}}, "pretrained": result(a=9, b=8)}
+    table = run_table(results)
+    assert table.rows[-1] == ["drift", "1.50", ""]
+    assert "in nats per token" in table.note
+    compared = Comparison("x", {"local": [results["local"]], "fedavg": [result(a=9, b=8)]})
+    assert compared.summary()[0]["drift"] == 1.5
+    assert "drift" not in compared.summary()[1]
+    shown_table = compared.table()
+    column = shown_table.columns.index("drift")
+    assert [row[column] for row in shown_table.rows] == ["1.50", ""]
+    assert "in nats per token" in shown_table.note
+    assert "drift" not in run_table({"local": result(a=10)}).markdown()
+
+
 def test_a_runs_table_of_answers_shows_one_figure_in_per_cent() -> None:
     results = {"local": answered(a=0.5, b=1), "fedavg": answered(a=0.25, b=0.8306)}
     table = run_table(results)

@@ -315,3 +315,9 @@ def test_clients_whom_training_did_not_help_are_named(capsys) -> None:
     terminal.report_unhelped("local", {"kept": {"anna": 1}})
     terminal.report_unhelped("pretrained", {})
     assert capsys.readouterr().out == ""
+
+
+def test_the_best_model_has_not_forgotten_its_base() -> None:
+    learnt = Best(3, loss=1.0, accuracy=None, since=3, forgotten=0.5)
+    assert Best(4, loss=1.2, accuracy=None, since=4, forgotten=0.1).order() < learnt.order()
+    assert Best(4, loss=1.2, accuracy=None, since=4, forgotten=0.4).order() > learnt.order()

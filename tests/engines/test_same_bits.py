@@ -50,7 +50,12 @@ DRAWING: dict[str, Any] = {
     **{"base_dropout": 0.1, "checkpointing": True},
 }
 """Everything that draws in training, at once."""
-FIGURES = ("loss", "test", "routing", "validation", "kept")
+GENERAL = ({"request": "Hello"}, {"request": "Why?"}, {"text": "It rains."})
+REPLAY: dict[str, Any] = {
+    **{"steps": 2, "batch": 2, "precision": "fp32"},
+    "replay": {"samples": 2, "start": 0.3, "text": GENERAL},
+}
+FIGURES = ("loss", "test", "routing", "validation", "kept", "replay", "drift")
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,13 @@ FEATURES: dict[str, Callable[[Make], coterie.RunConfig]] = {
     ),
     "chats": lambda make: make.kind(
         "talks", {"window": 40, "messages": True, "limits": {"validation": 3, "test": 3}}
+    ),
+    "replay": lambda make: make.kind(
+        "talks",
+        {"window": 40, "messages": True, "limits": {"validation": 3, "test": 3}},
+        rounds=3,
+        training=REPLAY,
+        method="comigs-1g1s",
     ),
     "preferences": lambda make: make.kind(
         "opinions",
@@ -348,6 +360,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "bases, pretrained": {"ray": THOROUGH, "server killed": SLOW},
     "weights": {"resumed": FAST, "newer clients": SLOW},
     "chats": {"resumed": FAST},
+    "replay": {"resumed": FAST, "deployed": FAST, "ray": SLOW},
     "preferences": {"resumed": SLOW, "deployed": SLOW},
     "diverging": EACH_TURN | {"one in memory": FAST},
     "always diverging": {"deployed": FAST},

@@ -19,6 +19,7 @@ from coterie.federation.statements import (
     AVERAGED,
     COMPUTED,
     FORWARDED,
+    GENERAL,
     LIMIT,
     PRIVACY,
     SEEN,
@@ -240,3 +241,14 @@ def test_pairs_that_trials_compare_are_named_without_attention() -> None:
     shown = facts(alone({"name": "auto", "attention": None}))[FORWARDED]
     assert "LoRA pairs of the first generalist" in shown
     assert "attention" not in shown
+
+
+def test_general_samples_are_named(config) -> None:
+    assert GENERAL not in facts(config())
+    for replay, words in (
+        (True, "Coterie's list of requests and texts, with the base's predictions"),
+        ({"text": "sampled"}, "texts by the base, with"),
+        ({"text": [{"request": "Why?"}]}, "the requests and texts in training.replay.text, with"),
+        ({"bases": "chat"}, "which stay on the client; only with bases that have a chat template"),
+    ):
+        assert words in facts(config(training={"replay": replay}))[GENERAL]

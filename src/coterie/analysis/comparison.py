@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from statistics import fmean
 from typing import Any
 
 import pandas as pd
@@ -16,7 +17,7 @@ from coterie.analysis.significance import (
     differences,
     has_floor,
 )
-from coterie.analysis.tables import KEPT, Summary, Table, listed, shown_of, worst_of
+from coterie.analysis.tables import DRIFT, KEPT, Summary, Table, listed, shown_of, worst_of
 from coterie.errors import CoterieError
 from coterie.evaluation.metrics import Metric
 from coterie.evaluation.perplexity import PERPLEXITY
@@ -80,6 +81,7 @@ class Comparison:
           None if the server has no model;
         - `kept`: for each client, the rounds of the kept models, one per seed; empty if clients
           always keep the model of the last round;
+        - `drift`: the mean drift over clients and seeds, in nats per token, if it was measured;
         - `difference`: the difference from the reference row, with which all other rows are
           compared. The entry is a mapping with the fields of a `Difference` and the name of the
           reference row (under `from`). If the two rows cannot be compared, the mapping contains
@@ -134,6 +136,7 @@ class Comparison:
         served = pd.Series([result["server"][key] for result in results if result.get("server")])
         kept_rounds = [result["kept"] for result in results if "kept" in result]
         clients = kept_rounds[0] if kept_rounds else ()
+        drifts = [fmean(result["drift"].values()) for result in results if "drift" in result]
         return {
             **_scored(method, results, key),
             "server": _over_seeds(served, key) if len(served) else None,
@@ -141,6 +144,7 @@ class Comparison:
             "trained": mean_score(results, key, "trained"),
             "aggregated": mean_score(results, key, "aggregated"),
             "kept": {client: [rounds[client] for rounds in kept_rounds] for client in clients},
+            **({"drift": fmean(drifts)} if drifts else {}),
         }
 
 
@@ -209,6 +213,7 @@ def clients_table(title: str, metric: Metric, rows: Mapping[str, Summary]) -> Ta
         (beside, [_beside_mean(row, metric) for row in entries]),
         ("rank", [_rank(row) for row in entries]),
         ("kept", [_rounds(row) for row in entries]),
+        ("drift", [f"{row['drift']:.2f}" if "drift" in row else "" for row in entries]),
         ("server", [with_spread(score, metric) if score else "" for score in servers]),
     ]
     filled = [(head, cells) for head, cells in columns if any(cells)]
@@ -228,6 +233,8 @@ def _notes(rows: Mapping[str, Summary], metric: Metric) -> Iterator[str]:
     yield f"Column `mean`: mean over clients. {metric.better}"
     if any(row["server"] for row in entries):
         yield "Mean and rank exclude the server."
+    if any("drift" in row for row in entries):
+        yield DRIFT
     if any(map(_rounds, entries)):
         yield f"Column `kept`: {KEPT} A range spans all clients and seeds."
     if tuned := next(filter(None, (row.get("tuned") for row in entries)), None):

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from statistics import fmean
 from typing import Any
 
 from rich import box
@@ -22,6 +23,11 @@ Summary = Mapping[str, Any]
 NAMED = re.compile(r" \(\S+\)$")
 """A pattern that matches a client's name in brackets at the end of a cell."""
 KEPT = "the round with the best validation score, whose model was kept (0: the untrained base)."
+
+DRIFT = (
+    "Drift: how far a model has moved from its base on general requests, in nats per token; above "
+    "1, it has forgotten much."
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -211,12 +217,21 @@ def run_table(
     if any(served):
         rows.append(["server", *(cell(score) if score else "" for score in served)])
         note += " The mean excludes the server."
+    if any("drift" in result for result in results.values()):
+        rows.append(["drift", *map(mean_drift, results.values())])
+        note += f" {DRIFT}"
     if any(kept):
         note += f" In brackets: {KEPT}"
     note += "".join(f" {text}" for text in left_out(results))
     label = "perplexity per token / bits per byte" if bits else metric.label
     title = f"Each client's model on its own {split} text: {label}"
     return Table(title, ["client", *results], rows, note, narrower=narrower)
+
+
+def mean_drift(result: Result) -> str:
+    """Return the mean drift over clients as the text of a cell, or "" if it was not measured."""
+    drift = result.get("drift")
+    return f"{fmean(drift.values()):.2f}" if drift else ""
 
 
 def worst_of(scores: Mapping[str, float], metric: Metric) -> str:

@@ -17,7 +17,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from coterie.cli.progress import LiveDisplay, clock, jump_warning
+from coterie.cli.progress import MOST_DRIFT, LiveDisplay, clock, drift_warning, jump_warning
 from coterie.config.run import RunConfig
 from coterie.deployment.costs import MAX_DISK
 from coterie.deployment.status import ServerWatch, opposition
@@ -28,7 +28,7 @@ from coterie.federation.pipeline import pipeline_of
 from coterie.federation.sizes import MiB
 from coterie.federation.statements import protection, statements
 from coterie.messages.envelope import Order
-from coterie.messages.names import BYTES_DOWN, BYTES_UP, JUMPED, LOSS
+from coterie.messages.names import BYTES_DOWN, BYTES_UP, DRIFT, JUMPED, LOSS
 from coterie.turn import Turn
 
 if TYPE_CHECKING:
@@ -180,6 +180,8 @@ class ClientBoard(LiveDisplay[Status]):
                     self.began = time.monotonic()
             case _ if event == JUMPED:
                 self._say(jump_warning("this client", value))
+            case _ if event == DRIFT and value > MOST_DRIFT:
+                self._say(drift_warning("this client", value))
             case _ if event.startswith(LOSS):
                 self.losses.append(value)
                 self.live.update(f"training: loss {value:.3f}")

@@ -12,7 +12,7 @@ from rich.status import Status
 from coterie.cli.terminal import console, tell
 from coterie.errors import plural
 from coterie.messages import Json
-from coterie.messages.names import JUMPED, LOSS
+from coterie.messages.names import DRIFT, JUMPED, LOSS
 from coterie.runs import Callback, RunStart
 
 
@@ -23,6 +23,19 @@ def jump_warning(client: str | None, value: Json) -> str:
         f"but {value['best']:.2f} for the best model so far; another client's upload may have "
         "damaged the shared model (the server's metrics record the size and direction of each "
         "upload)."
+    )
+
+
+MOST_DRIFT = 1.0
+"""The drift above which a run warns, in nats per token."""
+
+
+def drift_warning(client: str | None, drift: float) -> str:
+    """Return the warning for a value of the metric `DRIFT` above `MOST_DRIFT`."""
+    return (
+        f"Warning: {client}'s model has lost much of what its base knew (drift {drift:.2f} nats "
+        "per token on general requests); more replay, a lower learning rate or fewer steps help "
+        "(training.replay)."
     )
 
 
@@ -96,6 +109,8 @@ class ConsoleProgress(LiveDisplay[Progress], Callback):
     def on_metric(self, round: int, client: str | None, name: str, value: Json) -> None:
         if name == JUMPED:
             self._say(jump_warning(client, value))
+        if name == DRIFT and value > MOST_DRIFT:
+            self._say(drift_warning(client, value))
         if client is None or not name.startswith(LOSS):
             return
         self.updates += 1

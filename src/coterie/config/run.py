@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from pydantic import field_serializer
 
@@ -15,6 +15,7 @@ from coterie.bases.spec import BaseSpec
 from coterie.config.errors import validated
 from coterie.config.plugins import plugins_of, version_of
 from coterie.config.sections import RunFile, Sections
+from coterie.data.general import list_digest
 from coterie.data.kind import DATA_KINDS
 from coterie.data.spec import KindSpec
 from coterie.errors import CoterieError
@@ -23,7 +24,7 @@ from coterie.exchanges.spec import TransformSpec
 from coterie.methods.contract import SERVER, Method
 from coterie.methods.registry import POOLED, carried, kind_of
 from coterie.training import optimiser
-from coterie.training.spec import TrainingSpec
+from coterie.training.spec import ReplaySpec, TrainingSpec
 from coterie.transforms.contract import Transform
 from coterie.transforms.registry import TRANSFORMS
 from coterie.turn import TRAIN, Turn
@@ -293,14 +294,25 @@ def resolve(file: RunFile, method: Method | None = None) -> RunConfig:
         "method": method,
         "aggregation": file.aggregation.model_copy(update={"transforms": tuple(transforms)}),
     }
+    training: dict[str, Any] = {"replay": _replay(file)}
     if file.training.precision is None:
         stored = any(base.weights == "bf16" for base in file.all_bases)
-        precision = "bf16" if stored else fast_precision(device_type(file.device))
-        sections["training"] = file.training.model_copy(update={"precision": precision})
+        training["precision"] = "bf16" if stored else fast_precision(device_type(file.device))
+    sections["training"] = file.training.model_copy(update=training)
     if isinstance(given := file.data.kind, KindSpec):
         kind = validated(DATA_KINDS.get(given.name), given.settings, ("data", "kind"))
         sections["data"] = file.data.model_copy(update={"kind": kind})
     return RunConfig.model_construct(**dict(file) | sections)
+
+
+def _replay(file: RunFile) -> ReplaySpec | Literal[False] | None:
+    """Return the settings of replay, with the default settings if the run file has none."""
+    replay = file.training.replay
+    if replay is None and (file.data.messages or file.data.instructions):
+        replay = ReplaySpec(bases="chat")
+    if isinstance(replay, ReplaySpec) and replay.text == "list" and replay.digest is None:
+        replay = replay.model_copy(update={"digest": list_digest()})
+    return replay
 
 
 def _transform(value: object) -> Transform:

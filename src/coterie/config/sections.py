@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from coterie.bases.spec import BaseSpec
 from coterie.data.division.spec import DivideSpec
+from coterie.data.general import SOURCES, inlined_texts
 from coterie.data.spec import ClientSpec, DataSpec
 from coterie.evaluation.metrics import metric_named
 from coterie.exchanges.spec import AggregationSpec
@@ -189,17 +190,24 @@ class Sections(Section, Generic[M]):
 
     @model_validator(mode="before")
     @classmethod
-    def _inline_templates(cls, values: Any) -> Any:
+    def _inline_files(cls, values: Any) -> Any:
         """Replace the path of any template file by the content of the file.
 
-        A run file can name a file for the prompt template, and another for the chat template.
-        Clients of a deployment need the contents, because they do not have the files.
+        A run file can name files for the prompt template, the chat template and the texts for
+        replay. Clients of a deployment need the contents, because they do not have the files.
         """
-        if not isinstance(values, Mapping) or not isinstance(values.get("data"), Mapping):
+        if not isinstance(values, Mapping):
             return values
-        root, data = values.get("data_root") or "", dict(values["data"])
+        root = values.get("data_root") or ""
         if not isinstance(root, str):  # validation of the fields rejects it
             return values
+        match values.get("training"):
+            case {"replay": {"text": str(name)} as replay} as training if name not in SOURCES:
+                replay = {**replay, "text": inlined_texts(name, expanded(root))}
+                values = {**values, "training": {**training, "replay": replay}}
+        if not isinstance(values.get("data"), Mapping):
+            return values
+        data = dict(values["data"])
         match data.get("instructions"):
             case {"template": str(name)} as instructions:
                 from coterie.data.templates import inlined

@@ -22,6 +22,7 @@ from coterie.federation.participants import (
     text_digest,
 )
 from coterie.federation.pipeline import pipeline_of
+from coterie.inference.general import with_general
 from coterie.inference.kept import Keeper, bring_back, compares_aggregated, stops
 from coterie.inference.reference import with_reference
 from coterie.messages import Json, Message, MessageError, State
@@ -71,7 +72,8 @@ class ClientHost:
         self.base = participant.base or base
         self.name = participant.name
         with self._memory_for(EVALUATION):
-            self.participant = participant = with_reference(config, self.base, participant)
+            participant = with_reference(config, self.base, participant)
+            self.participant = participant = with_general(config, self.base, participant)
         self.pipeline = pipeline_of(config)
         self.schema = self.pipeline.schema
         log = partial(self.log, self.name)
@@ -305,6 +307,7 @@ class ClientHost:
         self.scores[self.config.method.reports] = scores
         for text, score in scores.items():
             self.log(text, metric.KEPT_SCORE, score.as_dict())
+        self._log_drift(model, rounds - 1)
         self.side.restore(current)
 
     def _apply(self, download: bytes, turn: Turn) -> None:
@@ -335,6 +338,12 @@ class ClientHost:
             round: The number of the round; the first is 0.
         """
         self._log_scores(point, round, self._scored())
+        if point == self.config.method.reports or not self.schema.down:
+            self._log_drift(self.side.model(), round)
+
+    def _log_drift(self, model: PreTrainedModel, round: int) -> None:
+        if (held_out := self.participant.held_out) is not None:
+            self.log(self.name, metric.DRIFT, held_out.drift(self.base, model), round)
 
     def _scored(self) -> dict[str, Score]:
         """Score the client's current model on its test texts."""

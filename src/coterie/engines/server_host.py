@@ -17,6 +17,7 @@ from coterie.exchanges.mean import memory_for_aggregation
 from coterie.exchanges.waiting import restored_waiting, waiting_state
 from coterie.federation.participants import Participant, server_context
 from coterie.federation.pipeline import pipeline_of
+from coterie.inference.general import with_general
 from coterie.messages import Message, State
 from coterie.messages import names as metric
 from coterie.methods.value import Value
@@ -52,6 +53,8 @@ class ServerHost:
         *,
         strict: bool = False,
     ) -> None:
+        if own is not None and own.base is not None:
+            own = with_general(config, own.base, own)
         self.config, self.own, self.folder, self.recorder = config, own, folder, recorder
         self.turn = config.turn(0)
         """The turn in progress or, between turns, the last one."""

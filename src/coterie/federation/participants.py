@@ -24,6 +24,7 @@ from coterie.federation.reading import PUBLIC, Reading
 from coterie.methods.contract import SERVER, Log, ServerContext
 from coterie.privacy.ledger import Ledger
 from coterie.training.context import ClientContext, ClientId
+from coterie.training.general import GeneralSamples, Replay
 
 EVERYONE = "everyone"
 """The name of the only client in a pooled run; it has the data of all clients."""
@@ -52,6 +53,10 @@ class Participant:
     """
     base: Base | None = None
     """The participant's own loaded base; None if the participant uses the run's base."""
+    replay: Replay | None = None
+    """General samples for training; None if the run has none, or before they are made."""
+    held_out: GeneralSamples | None = None
+    """General samples on which drift is measured; None in the same cases."""
 
     def digest(self) -> str:
         """Return a hexadecimal hash of all tokens of the participant's data.
@@ -349,6 +354,7 @@ def client_context(
         public=participant.public,
         ledger=ledger or Ledger(),
         least_others=config.aggregation.least_others,
+        replay=participant.replay,
     )
 
 

@@ -12,8 +12,9 @@ from coterie.config.run import RunConfig
 from coterie.federation.pipeline import budgets_of, pipeline_of
 from coterie.messages import Field, Schema
 from coterie.privacy.ledger import Budget, together
+from coterie.training.spec import ReplaySpec
 
-SENT, FORWARDED, AVERAGED, COMPUTED, LIMIT, SEEN, PRIVACY = (
+SENT, FORWARDED, AVERAGED, COMPUTED, LIMIT, SEEN, PRIVACY, GENERAL = (
     "sent to the server",
     "passed on to other clients",
     "in means with others",
@@ -21,6 +22,7 @@ SENT, FORWARDED, AVERAGED, COMPUTED, LIMIT, SEEN, PRIVACY = (
     "limit on means",
     "seen by the server",
     "privacy",
+    "general samples",
 )
 """The subjects of the statements."""
 
@@ -44,6 +46,7 @@ def statements(config: RunConfig) -> list[Statement]:
         LIMIT: _limit(schema, config.aggregation.least_others),
         SEEN: _seen(config) if schema.up else "",
         PRIVACY: _noise(budgets_of(config)),
+        GENERAL: _general(config),
     }
     return [Statement(subject, text) for subject, text in texts.items() if text]
 
@@ -110,6 +113,17 @@ def _seen(config: RunConfig) -> str:
     single = dict.fromkeys(_short(field) for field in schema.up if field.name not in hidden)
     rest = f"; each client's {'; '.join(single)}" if single else ""
     return f"only results for all clients together ({names}){rest}"
+
+
+def _general(config: RunConfig) -> str:
+    """Return a text on the general samples that clients read in training, or "" without replay."""
+    spec = config.training.replay
+    if not isinstance(spec, ReplaySpec):
+        return ""
+    sources = {"list": "Coterie's list of requests and texts", "sampled": "texts by the base"}
+    source = sources.get(str(spec.text), "the requests and texts in training.replay.text")
+    which = "; only with bases that have a chat template" if spec.bases == "chat" else ""
+    return f"{source}, with the base's predictions, which stay on the client{which}"
 
 
 def _noise(budgets: Sequence[Budget]) -> str:

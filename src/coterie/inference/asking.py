@@ -93,7 +93,7 @@ def answers(
     models = RunModels(path)
     config = models.config
     limit = tokens or config.evaluation.generate or TOKENS
-    items = _items(config.data, questions)
+    items = as_items(config.data, questions)
     models.check(clients)
 
     def wanted(client: str) -> bool:
@@ -114,20 +114,7 @@ def answers(
     return named
 
 
-def question_prompt(question: str, base: Base, data: DataSpec) -> list[int]:
-    """Return the token ids of a question, rendered as the prompts that a run trained on.
-
-    Args:
-        question: The question.
-        base: The base of the model that answers.
-        data: The run's data, which are instructions or conversations.
-    """
-    items = _items(data, [Record("The question", {"question": question})])
-    [prompt] = _samples(items, base, data).prompts(base)
-    return prompt.tolist()
-
-
-def _items(
+def as_items(
     data: DataSpec, questions: Sequence[Record]
 ) -> Sequence[Instruction] | Sequence[Conversation]:
     """Return questions as samples of a run's kind of data, with "A" in place of the answers."""
@@ -144,6 +131,19 @@ def _items(
     spec = data.instructions.model_copy(update={"answer": "{{ 'A' }}", "choices": None})
     names = fields(spec.template)
     return instructions([_with_field(record, names) for record in questions], spec)
+
+
+def question_prompt(question: str, base: Base, data: DataSpec) -> list[int]:
+    """Return the token ids of a question, rendered as the prompts that a run trained on.
+
+    Args:
+        question: The question.
+        base: The base of the model that answers.
+        data: The run's data, which are instructions or conversations.
+    """
+    items = as_items(data, [Record("The question", {"question": question})])
+    [prompt] = _samples(items, base, data).prompts(base)
+    return prompt.tolist()
 
 
 def _with_field(record: Record, names: Sequence[str]) -> Record:

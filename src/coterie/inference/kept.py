@@ -56,15 +56,18 @@ class Best:
     It is equal to `round`, except for the untrained base, which is the best model from the time at
     which the client joins.
     """
+    forgotten: float = 0.0
+    """The drift of the model, multiplied by `training.replay.weight`; 0 without replay."""
 
     def order(self) -> tuple[float, float]:
         """Return a sort key; the better of two models has the smaller key.
 
         Returns:
-            The negated accuracy, or 0 if the accuracy is None; and the loss, which decides between
-            models of equal accuracy.
+            The negated accuracy, or 0 if the accuracy is None; and the sum that training
+            minimises (the loss and, with replay, the weighted drift), which decides between models
+            of equal accuracy.
         """
-        return -(self.accuracy or 0.0), self.loss
+        return -(self.accuracy or 0.0), self.loss + self.forgotten
 
 
 _untrained: WeakKeyDictionary[PreTrainedModel, dict[object, Best]] = WeakKeyDictionary()
@@ -82,7 +85,7 @@ class Keeper:
     Args:
         config: The run's configuration.
         base: The client's base.
-        participant: The client's data; only the validation text is used.
+        participant: The client's data; only the validation text and the general samples are used.
         side: The client's method object, which provides the current model.
     """
 
@@ -91,6 +94,7 @@ class Keeper:
     ) -> None:
         self.base, self.side, self.batch = base, side, config.evaluation.batch
         validation, limit = participant.data.validation, config.evaluation.validation_samples
+        self.replay, self.held_out = participant.replay, participant.held_out
         self.window = config.data.window
         self.samples = validation.few(limit, self.window, base.context_token)
         dpo = config.training.dpo or DPOSpec()
@@ -126,7 +130,11 @@ class Keeper:
             The scores of the current model.
         """
         assert self.best is not None, "begin() comes first"
-        current = self._scored(self.side.model(), rounds, rounds)
+        model = self.side.model()
+        current = self._scored(model, rounds, rounds)
+        if self.replay is not None and self.held_out is not None:
+            drift = self.replay.spec.weight * self.held_out.drift(self.base, model)
+            current = replace(current, forgotten=drift)
         if current.order() < self.best.order():
             self._keep(current, {SIDE: without_training(self.side.state())})
         return current

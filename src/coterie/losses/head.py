@@ -1,4 +1,4 @@
-"""The cross-entropy of a frozen output head's predictions, for a few tokens at a time.
+"""Losses of a frozen output head's predictions, computed for a few tokens at a time.
 
 If the output head is frozen, the gradient with respect to a token's hidden state follows directly
 from the token's logits: it is (softmax - one-hot) times the head's weight, or, for soft targets,
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 LOGITS_AT_ONCE = {"cpu": 24_000_000, "cuda": 64_000_000}
 """The largest number of logits computed at once on each device type (24 million take 96 MB)."""
@@ -66,6 +67,51 @@ def _losses(
             rounded = p[:n] if logits is product else product[:n].copy_(p[:n])
             grads.append(rounded @ weight)
     return torch.cat(losses), torch.cat(grads) if with_grad else None
+
+
+class HeadDivergences(torch.autograd.Function):
+    """The Kullback-Leibler divergence of a frozen output head's predictions from earlier ones.
+
+    Both predictions are made with the same head. The inputs are the hidden states from which they
+    are made, both shaped (tokens, dim) (first the model's, then the earlier ones), and the head's
+    weight shaped (vocabulary, dim). The output is shaped (tokens,). The gradient with respect to
+    the model's hidden states is (softmax of the model - earlier softmax) times the head's weight.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, earlier: Tensor, weight: Tensor) -> Tensor:
+        divergences, grads = [], []
+        count = pieces(hidden, weight)
+        for states in zip(hidden.tensor_split(count), earlier.tensor_split(count), strict=True):
+            logits = (at_least_float(h @ weight.t()) for h in states)
+            own, target = (values.log_softmax(-1) for values in logits)
+            divergences.append(divergence(target, own))
+            if ctx.needs_input_grad[0]:
+                grads.append((own.exp() - target.exp()).to(weight.dtype) @ weight)
+        if grads:
+            ctx.save_for_backward(torch.cat(grads))
+        return torch.cat(divergences)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, None, None]:
+        (grad,) = ctx.saved_tensors
+        return (grad * grads[0][:, None]).to(grad.dtype), None, None
+
+
+def divergence(target: Tensor, own: Tensor) -> Tensor:
+    """Return the Kullback-Leibler divergence KL(target || own) of each token's prediction, in nats.
+
+    Args:
+        target: Log-probabilities shaped (tokens, vocabulary).
+        own: Log-probabilities of the same shape.
+
+    Returns:
+        A tensor shaped (tokens,).
+    """
+    return F.kl_div(own, target, reduction="none", log_target=True).sum(-1)
 
 
 def pieces(hidden: Tensor, weight: Tensor) -> int:

@@ -6,6 +6,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from coterie.bases.devices import moved
@@ -13,7 +14,13 @@ from coterie.bases.padding import real_tokens
 from coterie.bases.precision import frozen_weight
 from coterie.bases.sites import decoder_of, working_dtype
 from coterie.bases.unpacked import one_sequence_per_row
-from coterie.losses.head import HeadLosses, at_least_float, pieces
+from coterie.losses.head import (
+    HeadDivergences,
+    HeadLosses,
+    at_least_float,
+    divergence,
+    pieces,
+)
 
 PIECE_COST = {"cpu": 50, "cuda": 1000}
 """The number of padding tokens that cost as much as splitting a batch into one more piece.
@@ -182,6 +189,48 @@ def soft_target_loss(
     """
     losses = _soft_target_losses(model, batch, targets, probs, temperature)
     return (losses if weights is None else losses * weights.to(losses.device)).mean()
+
+
+def divergences(model: PreTrainedModel, batch: Batch, earlier: Tensor) -> Tensor:
+    """Compute the Kullback-Leibler divergence of a model's predictions from its base's predictions.
+
+    Args:
+        model: The base with an adapter.
+        batch: Samples with n tokens that count.
+        earlier: The base's hidden states for these tokens, shaped (n, dim), if
+            `predicts_from_states(model)` is true. Otherwise, the base's log-probabilities for these
+            tokens, shaped (n, vocabulary).
+
+    Returns:
+        The divergence KL(base || model) of each token's prediction in nats, with a gradient, shaped
+        (n,).
+    """
+    head = _frozen_head(model)
+    if head is None:
+        return divergence(earlier, at_least_float(_logits(model, batch)).log_softmax(-1))
+    hidden = hidden_states(model, batch)
+    weight = frozen_weight(head, hidden.dtype)
+    own, target = (states.to(weight.device, weight.dtype) for states in (hidden, earlier))
+    result = HeadDivergences.apply(own, target, weight)
+    assert isinstance(result, Tensor)
+    return result.to(hidden.device)
+
+
+def predicts_from_states(model: PreTrainedModel) -> bool:
+    """Return whether the logits are a frozen weight times the hidden states, and nothing else."""
+    return _frozen_head(model) is not None
+
+
+def _frozen_head(model: PreTrainedModel) -> nn.Linear | None:
+    """Return the result of `_plain_head`, or None if an adapter changes the head's weight."""
+    head = _plain_head(model)
+    return None if head is None or parametrize.is_parametrized(head) else head
+
+
+@torch.no_grad()
+def log_probabilities(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Compute log-probabilities for the n tokens that count, shaped (n, vocabulary)."""
+    return torch.cat([logits.log_softmax(-1) for logits in logits_in_pieces(model, batch)])
 
 
 def sample_losses(model: PreTrainedModel, batch: Batch) -> Tensor:

@@ -189,6 +189,8 @@ def _is_score(value: Json) -> bool:
 
 VALUE_CHECKS: dict[str, Callable[[Json], bool]] = {
     metric.LOSS: _is_number,
+    metric.REPLAY: _is_number,
+    metric.DRIFT: _is_number,
     metric.BYTES: _is_number,
     metric.CHANGE: _is_mapping_of_numbers,
     metric.LEFT_OUT: lambda value: isinstance(value, str),

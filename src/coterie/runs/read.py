@@ -90,6 +90,7 @@ class Result(_Part):
     aggregated: dict[str, Score] = {}
     server: Score = {}
     kept: dict[str, Rounds] = {}
+    drift: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
     left_out: dict[str, dict[str, str]] = {}
     traffic: dict[Literal["up", "down"], int] = {}
     seconds: float = 0.0
@@ -167,6 +168,8 @@ class TaskScores(_Part):
     key: dict[str, str | int | bool | None]
     """The model, the task and the limit, on which the scores depend."""
     scores: list[TaskScore]
+    replies: list[str] = []
+    """The model's free replies to general questions."""
 
 
 SCORE = TypeAdapter(Score)

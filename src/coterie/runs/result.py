@@ -20,7 +20,8 @@ def result(folder: RunFolder, label: str, reports: str) -> dict[str, object]:
         their best models, `kept[client]` is the number of rounds after which `client` had its best
         model. The scores under the key `reports` are then those of the best models, not of the last
         models. If clients were excluded from rounds, `left_out[client][round]` is the reason why
-        `client` was excluded from `round`, where the first round is 1.
+        `client` was excluded from `round`, where the first round is 1. If drift was measured,
+        `drift[client]` is the drift of the model with the reported scores, in nats per token.
     """
     last: dict[str, dict[str | None, Any]] = defaultdict(dict)
     left_out: dict[str, dict[int, str]] = {}
@@ -32,7 +33,7 @@ def result(folder: RunFolder, label: str, reports: str) -> dict[str, object]:
             total[name] += value
         elif name == metric.LEFT_OUT:
             left_out.setdefault(client, {})[line["round"] + 1] = value
-    kept = last[metric.KEPT]
+    kept, drift = last[metric.KEPT], last[metric.DRIFT]
     points = {point: last[f"{metric.TEST}{point}"] for point in ("trained", "aggregated")}
     points[reports] |= last[metric.KEPT_SCORE]
     return {
@@ -41,6 +42,7 @@ def result(folder: RunFolder, label: str, reports: str) -> dict[str, object]:
         **({"kept": kept} if kept else {}),
         **({"left_out": left_out} if left_out else {}),
         **points,
+        **({"drift": drift} if drift else {}),
         **({"server": server} if (server := last[metric.SERVER_SCORE].get(None)) else {}),
         "traffic": {"up": total[metric.BYTES_UP], "down": total[metric.BYTES_DOWN]},
         "seconds": round(total[metric.SECONDS], 1),

@@ -8,6 +8,7 @@ from coterie.data.split import Split
 from coterie.data.tokens import ClientData
 from coterie.messages import Json
 from coterie.privacy.ledger import Ledger
+from coterie.training.general import Replay
 from coterie.training.spec import TrainingSpec
 
 ClientId = str
@@ -35,3 +36,5 @@ class ClientContext:
     least_others: int = 1
     """The smallest number of other clients whose uploads a client receives in a mean
     (`aggregation.least_others`)."""
+    replay: Replay | None = None
+    """General samples that keep the model close to its base; None if there are none."""

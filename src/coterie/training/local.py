@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -11,10 +12,11 @@ from coterie.adapters import Trainable
 from coterie.data.split import AnyBatch, Measures
 from coterie.data.windows import epoch_batch, sample_batch
 from coterie.messages import State
-from coterie.messages.names import LOSS, REWARDS
+from coterie.messages.names import LOSS, REPLAY, REWARDS
 from coterie.seeding import generator
 from coterie.training.context import ClientContext
 from coterie.training.passes import Purpose, training_pass
+from coterie.training.replay import replayed
 from coterie.training.schedule import Level
 from coterie.training.update import Piece, Updater
 
@@ -93,10 +95,19 @@ class LocalTraining:
             )
             for number, part in enumerate(parts)
         ]
+        drift: list[Tensor] = []
+        update = step * level.steps + turn
+        beside = replayed(self.context, model, step, level.name, update, drift)
         loss = self._updaters[level.name].update(
-            pieces, level.learning_rate(step), level.penalty, where=f"at step {step + 1}"
+            pieces,
+            level.learning_rate(step),
+            level.penalty,
+            where=f"at step {step + 1}",
+            beside=beside,
         )
         self.context.log(f"{LOSS}{level.name}", loss)
+        if drift:
+            self.context.log(f"{REPLAY}{level.name}", torch.cat(drift).mean().item())
         if measured:
             self.context.log(f"{REWARDS}{level.name}", measured[0].figures(measured))
 

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, PositiveFloat, field_validator, model_validator
 
+from coterie.data.general import GeneralText
 from coterie.registry import NamedSpec, Section
 
 Count = Annotated[int, Field(ge=1)]
@@ -68,6 +69,26 @@ class DPOSpec(Section):
     each client's model from that run (not in a deployment)"""
 
 
+class ReplaySpec(Section):
+    """Section `training.replay` of a run file."""
+
+    samples: Count = 2
+    """number of general samples per optimiser step, beside the batch"""
+    weight: PositiveFloat = 1.0
+    """weight of the general samples' divergence from the base, in nats per token, against the
+    training loss"""
+    start: Annotated[float, Field(ge=0, lt=1)] = 0.75
+    """fraction of the run's steps after which replay begins"""
+    text: Literal["list", "sampled"] | tuple[GeneralText, ...] = "list"
+    """general samples: list, for the requests and texts that ship with Coterie, with the base's own
+    answers; sampled, for texts that the base writes (with plain text, always); or a .jsonl file
+    with a field `request` or `text` in each record"""
+    bases: Literal["all", "chat"] = "all"
+    """bases with which replay is used: all, or chat for those with a chat template of their own"""
+    digest: str | None = Field(default=None, exclude_if=lambda digest: digest is None)
+    """hash of Coterie's list, set by Coterie, so that all machines use the same list"""
+
+
 class TrainingSpec(Section):
     """Section `training` of a run file.
 
@@ -124,6 +145,16 @@ class TrainingSpec(Section):
     is fast in it, and fp32 otherwise"""
     dpo: DPOSpec | None = None
     """settings of preference optimisation (data.preferences only); default: the defaults shown"""
+    replay: ReplaySpec | Literal[False] | None = None
+    """general samples that keep a model close to its base, so that it forgets less: `true` or
+    settings; `false` for none; default: true with conversations or instructions, for clients whose
+    base has a chat template of its own, and else false"""
+
+    @field_validator("replay", mode="before")
+    @classmethod
+    def _is_on(cls, given: Any) -> Any:
+        """Replace `true` by the default settings."""
+        return {} if given is True else given
 
     @model_validator(mode="after")
     def _check_contradictions(self) -> Self:
@@ -204,6 +235,10 @@ class EvaluationSpec(Section):
     of `coterie run`; if a record has the field `shown`, only the questions with `shown: true`
     (instructions and messages only); does not affect scores; deployments and `coterie compare`
     ignore this key"""
+    general: bool = True
+    """whether to measure how far models move from their bases on general requests (drift), and, at
+    the end of `coterie run`, to ask them general questions (instructions and messages only, and
+    only with bases that have a chat template of their own); does not affect scores"""
     metric: str | None = None
     """metric in tables and plots: perplexity, accuracy, exact_match, rouge_l, reward_accuracy, or
     a metric from a plugin; default: accuracy if answers are chosen from a list, else rouge_l if

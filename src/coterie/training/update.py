@@ -61,8 +61,9 @@ class Updater:
         penalty: Penalty | None = None,
         *,
         where: str,
+        beside: Sequence[Piece] = (),
     ) -> float:
-        """Take one optimiser step to minimise the sum of the loss and the penalty.
+        """Take one optimiser step to minimise the sum of the loss, the penalty and a second loss.
 
         Args:
             loss: A function that returns the loss, or the pieces of a batch. The loss of a batch is
@@ -72,22 +73,28 @@ class Updater:
                 forward pass of each piece, and the mean over the pieces is used. A load-balancing
                 penalty is therefore computed within each piece.
             where: The point in training that error messages mention, such as "at step 12".
+            beside: The pieces of the second loss, which is the mean over their terms. They are
+                computed first, so that after the update, the adapter's records of the last forward
+                pass are those of the batch.
 
         Returns:
-            The loss without the penalty. Its unit is nats per token, except for the loss of DPO.
+            The first loss, without the penalty. Its unit is nats per token, except for the loss of
+            DPO.
 
         Raises:
-            Diverged: The loss or the penalty is not finite. No parameter has changed, but the
+            Diverged: A loss or the penalty is not finite. No parameter has changed, but the
                 gradients of the parameters that this updater trains may have changed.
         """
         pieces = [Piece(loss, 1)] if callable(loss) else loss
-        training, terms = self.context.training, sum(piece.terms for piece in pieces)
+        training = self.context.training
+        terms, extra_terms = (sum(piece.terms for piece in part) for part in (pieces, beside))
         self.adapter.require_grad(lambda p: self.selects(p) or self.leaves(p))
         try:
             with enough_memory("a training step", self._memory_settings):
+                extra = [self._add_gradient(p, p.terms / extra_terms, None) for p in beside]
                 losses = [self._add_gradient(p, p.terms / terms, penalty) for p in pieces]
                 # Reading a value synchronises a GPU, so all values are read together at the end.
-                values: list[list[float]] = torch.stack(losses).tolist()
+                values: list[list[float]] = torch.stack([*losses, *extra]).tolist()
             if not all(math.isfinite(value) for pair in values for value in pair):
                 raise Diverged(
                     f"The loss of {self.context.name!r} is not finite {where}; a lower "
@@ -102,7 +109,7 @@ class Updater:
             group["lr"] = learning_rate
         self.optimiser.step()
         self.optimiser.zero_grad()
-        pairs = zip(pieces, values, strict=True)
+        pairs = zip(pieces, values[: len(pieces)], strict=True)
         return sum(loss * (piece.terms / terms) for piece, (loss, _) in pairs)
 
     def _add_gradient(self, piece: Piece, share: float, penalty: Penalty | None) -> Tensor:

@@ -26,6 +26,7 @@ from coterie.seeding import generator
 from coterie.training.context import ClientContext
 from coterie.training.passes import Purpose, training_pass
 from coterie.training.predictions import predictions
+from coterie.training.replay import replayed
 from coterie.training.schedule import learning_rate_beside
 from coterie.training.update import Piece, Updater
 
@@ -228,7 +229,12 @@ class Distiller:
                 )
                 for i, part in enumerate(batch.split(training.at_once))
             ]
-            losses.append(updater.update(pieces, rate(number), where="on the public samples"))
+            step, update = round * training.steps, round * len(batches) + number
+            beside = replayed(context, model, step, "public", update, [])
+            loss = updater.update(
+                pieces, rate(number), where="on the public samples", beside=beside
+            )
+            losses.append(loss)
         return fmean(losses)
 
     def _sample_weights(self, batch: Tensor) -> Tensor:

@@ -1,0 +1,231 @@
+"""The general samples of a client: requests with the base's own answers, and texts.
+
+The base answers the requests once. Its answers are cached, because a large base takes minutes. The
+cache folder is `general` in $COTERIE_CACHE, or else ~/.cache/coterie. It can be deleted at any
+time.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from coterie.bases import Base, Tokenizer
+from coterie.config.run import RunConfig
+from coterie.data.chat import ChatTemplate, chat_template
+from coterie.data.examples import Sample, samples_of
+from coterie.data.general import GeneralText, list_digest, shipped
+from coterie.data.items import Conversation
+from coterie.data.parts import bare_encoder
+from coterie.data.spec import DataSpec
+from coterie.errors import CoterieError
+from coterie.evaluation.generation import Sampling, context_length, generate_answers, generated
+from coterie.federation.participants import Participant
+from coterie.files import cache_path, parse_json, read_file, write_json
+from coterie.inference.questions import answered, encoded, in_form
+from coterie.methods.pretrained import bare
+from coterie.training.general import GeneralSamples, Replay
+from coterie.training.spec import ReplaySpec
+
+FORMAT = 1
+"""The version of the cached answers. A new version invalidates all cached answers."""
+ANSWER = 40
+"""The maximum number of tokens of an answer to a request."""
+LONGEST = 96
+"""The maximum number of tokens of a text, and of a text that the base writes."""
+WRITTEN = {"train": 32, "held out": 8}
+"""The numbers of texts that a base writes for training and for measuring drift."""
+AT_ONCE = 32
+"""The number of requests that a base answers at once."""
+
+_samples: WeakKeyDictionary[PreTrainedModel, dict[str, GeneralSamples]] = WeakKeyDictionary()
+"""The samples of each base, which all clients with the same base and template share."""
+
+
+def replay_of(config: RunConfig, tokenizer: Tokenizer) -> ReplaySpec | None:
+    """Return the settings of a client's replay, or None if it has none.
+
+    Args:
+        config: The run.
+        tokenizer: The tokenizer of the client's base.
+    """
+    spec = config.training.replay
+    if not isinstance(spec, ReplaySpec):
+        return None
+    return spec if spec.bases == "all" or tokenizer.chat_template else None
+
+
+def is_assistant(config: RunConfig, tokenizer: Tokenizer) -> bool:
+    """Return whether a run trains assistants that general requests make sense to.
+
+    Args:
+        config: The run.
+        tokenizer: The tokenizer of the base.
+    """
+    answers = config.data.messages is not None or config.data.instructions is not None
+    return config.evaluation.general and answers and bool(tokenizer.chat_template)
+
+
+def with_general(config: RunConfig, base: Base, participant: Participant) -> Participant:
+    """Return a copy of a participant with its general samples.
+
+    Args:
+        config: The run.
+        base: The participant's base. Any adapter that is attached to it is detached.
+        participant: The participant. It is returned unchanged if the run neither has replay for its
+            base nor measures drift.
+
+    Raises:
+        CoterieError: The base gives no answers, or the run began with another version of the list
+            that ships with Coterie.
+    """
+    spec = replay_of(config, base.tokenizer)
+    if spec is None and not is_assistant(config, base.tokenizer):
+        return participant
+    maker = _Maker(base, config.data, participant)
+    written = participant.data.train.beginnings is None
+    held_out = maker.written("held out") if written else maker.samples(shipped(held_out=True))
+    if spec is None:
+        return replace(participant, held_out=held_out)
+    if spec.digest not in (None, list_digest()):
+        raise CoterieError(
+            "training.replay: the run uses another version of Coterie's list of general requests; "
+            "install the version of Coterie with which the run began, or set training.replay.text."
+        )
+    if written or spec.text == "sampled":
+        trained = maker.written("train")
+    else:
+        texts = shipped(held_out=False) if isinstance(spec.text, str) else spec.text
+        trained = maker.samples(texts)
+    return replace(participant, replay=Replay(spec, trained), held_out=held_out)
+
+
+class _Maker:
+    """Makes general samples in the form of a participant's data.
+
+    Args:
+        base: The base.
+        data: The run's data.
+        participant: The participant.
+    """
+
+    def __init__(self, base: Base, data: DataSpec, participant: Participant) -> None:
+        self.base, self.data = base, data
+        beginnings = participant.data.train.beginnings
+        self.template: ChatTemplate | None = None
+        if beginnings is not None and isinstance(beginnings.items[0], Conversation):
+            self.template = chat_template(base.tokenizer, data.chat_template)
+
+    def samples(self, texts: Sequence[GeneralText]) -> GeneralSamples:
+        """Return texts, and requests with the base's answers, as samples."""
+        form = self.data.instructions if self.template is None else self.template.source
+        key = self._key([text.model_dump() for text in texts], repr(form))
+
+        def make() -> list[Tensor]:
+            requests = [text.request for text in texts if text.request is not None]
+            plain = [text.text for text in texts if text.text is not None]
+            return [*self._answered(requests, key), *map(self._plain, plain)]
+
+        return self._shared(key, make)
+
+    def written(self, purpose: str) -> GeneralSamples:
+        """Return texts that the base writes, each from its beginning, as samples."""
+        key = self._key(purpose)
+
+        def make() -> list[Tensor]:
+            return list(map(self._plain, self._written(purpose, key)))
+
+        return self._shared(key, make)
+
+    def _key(self, *parts: Any) -> str:
+        base = self.base
+        known = [FORMAT, ANSWER, LONGEST, base.digest, base.precision, base.device.type, *parts]
+        return blake2b(json.dumps(known).encode(), digest_size=16).hexdigest()
+
+    def _shared(self, key: str, make: Callable[[], list[Tensor]]) -> GeneralSamples:
+        """Return the samples that another client has made with the same key, or make them."""
+        shared = _samples.setdefault(self.base.model, {})
+        if key not in shared:
+            model = bare(self.base)
+            longest = context_length(model)
+            rows = [ids if longest is None else ids[: longest + 1] for ids in make()]
+            shared[key] = GeneralSamples.of(self.base, model, rows)
+        return shared[key]
+
+    def _answered(self, requests: Sequence[str], key: str) -> list[Tensor]:
+        """Return requests with the base's answers as token ids."""
+        items = in_form(self.data, self.template, requests)
+        empty = [Sample([([], False), ([], True)], item) for item in items]
+        prompts = samples_of(empty, template=self.template)
+
+        def answer() -> list[str]:
+            return generate_answers(self.base, bare(self.base), prompts, ANSWER, AT_ONCE)
+
+        answers = _cached(key, len(requests), answer)
+        pairs = [
+            answered(item, answer)
+            for item, answer in zip(items, answers, strict=True)
+            if answer.strip()
+        ]
+        if requests and not pairs:
+            raise CoterieError(
+                "training.replay: the base answers none of the general requests; set "
+                "`training.replay: false`, or use a base that was trained on conversations."
+            )
+        if not pairs:
+            return []
+        split = encoded(self.base, pairs, self.template)
+        return [ids.long() for ids in split.ids.split(split.tokens.tolist())]
+
+    def _written(self, purpose: str, key: str) -> list[str]:
+        """Return texts that the base writes, drawn from its distribution."""
+        count, base = WRITTEN[purpose], self.base
+        ids = torch.full((count, 1), base.context_token, device=base.device)
+        end = base.tokenizer.eos_token_id
+        assert isinstance(end, int), "the tokenizer has no end token"
+        sampling = Sampling(LONGEST, temperature=1.0).config([end])
+
+        def write() -> list[str]:
+            devices = [base.device] if base.device.type == "cuda" else []
+            with torch.random.fork_rng(devices=devices), torch.no_grad():
+                torch.manual_seed([*WRITTEN].index(purpose))
+                mask = torch.ones_like(ids)
+                rows = generated(bare(base), ids, mask, generation_config=sampling).tolist()
+            return [str(base.tokenizer.decode(row[1:], skip_special_tokens=True)) for row in rows]
+
+        return _cached(key, count, write)
+
+    def _plain(self, text: str) -> Tensor:
+        encoder, end = bare_encoder(self.base.tokenizer)
+        ids = encoder.encode(text, add_special_tokens=False).ids[:LONGEST] or [end]
+        return torch.tensor([self.base.context_token, *ids])
+
+
+def _cached(key: str, count: int, make: Callable[[], list[str]]) -> list[str]:
+    """Return texts from the cache; if they are missing or damaged, make and store them.
+
+    Args:
+        key: The name of the cache file.
+        count: The number of texts.
+        make: Function that makes the texts.
+    """
+    try:
+        path = cache_path("general", f"{key}.json")
+        texts = parse_json(read_file(path))
+    except (OSError, RuntimeError, ValueError):
+        texts = None
+    if isinstance(texts, list) and [type(text) for text in texts] == [str] * count:
+        return texts
+    texts = make()
+    with suppress(OSError, RuntimeError, CoterieError):  # the cache cannot be written
+        path = cache_path("general", f"{key}.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, texts)
+    return texts

@@ -1,0 +1,98 @@
+"""General samples: samples that contain nothing private, with what a base predicts for them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from coterie.adapters import detached
+from coterie.bases import Base
+from coterie.bases.precision import autocast
+from coterie.losses.tokens import (
+    Batch,
+    divergences,
+    hidden_states,
+    log_probabilities,
+    predicts_from_states,
+)
+from coterie.training.spec import ReplaySpec
+
+AT_ONCE = 16
+"""The number of samples per forward pass without gradients."""
+
+
+@dataclass(frozen=True)
+class GeneralSamples:
+    """Samples that contain nothing private, with what a base predicts for them."""
+
+    ids: tuple[Tensor, ...]
+    """The token ids of each sample, shaped (time + 1,), int64."""
+    states: tuple[Tensor, ...]
+    """The base's last hidden states for each sample, shaped (time, dim), on the CPU.
+
+    The tuple is empty if the base's predictions do not follow from its hidden states; see
+    `predicts_from_states`. They are then computed whenever they are needed.
+    """
+
+    @classmethod
+    def of(cls, base: Base, model: PreTrainedModel, ids: Sequence[Tensor]) -> "GeneralSamples":
+        """Compute the hidden states of samples.
+
+        Args:
+            base: The base.
+            model: The base's model, without an adapter.
+            ids: The token ids of each sample, shaped (time + 1,), int64.
+        """
+        samples = cls(tuple(ids), ())
+        if not predicts_from_states(model):
+            return samples
+        states: list[Tensor] = []
+        with torch.no_grad(), autocast(base.precision, base.device.type):
+            for numbers in _pieces(len(ids)):
+                batch = samples.batch(numbers)
+                parts = hidden_states(model, batch.to(base.device)).cpu()
+                states += parts.split([len(ids[n]) - 1 for n in numbers])
+        return cls(samples.ids, tuple(states))
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        """Return chosen samples as a batch, right-padded, in which every token counts."""
+        rows = [self.ids[number] for number in numbers]
+        ids = pad_sequence(rows, batch_first=True)
+        lengths = torch.tensor([len(row) for row in rows])
+        real = torch.arange(1, ids.shape[1]) < lengths[:, None]
+        return Batch(ids, real, real)
+
+    def divergences(self, base: Base, model: PreTrainedModel, numbers: Sequence[int]) -> Tensor:
+        """Return KL(base || model) in nats for each token of chosen samples, with a gradient."""
+        batch = self.batch(numbers).to(base.device)
+        if predicts_from_states(model):
+            earlier = torch.cat([self.states[number] for number in numbers])
+        else:
+            with detached(base.model) as bare:
+                earlier = log_probabilities(bare, batch)
+        return divergences(model, batch, earlier)
+
+    @torch.no_grad()
+    def drift(self, base: Base, model: PreTrainedModel) -> float:
+        """Return the mean of KL(base || model) over the tokens of all samples, in nats."""
+        parts: list[Tensor] = []
+        with autocast(base.precision, base.device.type):
+            for numbers in _pieces(len(self.ids)):
+                parts.append(self.divergences(base, model, numbers).cpu())
+        return torch.cat(parts).double().mean().item()
+
+
+def _pieces(count: int) -> list[range]:
+    """Return consecutive ranges of at most `AT_ONCE` numbers of samples."""
+    return [range(start, min(start + AT_ONCE, count)) for start in range(0, count, AT_ONCE)]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A client's general samples, and the settings with which its training uses them."""
+
+    spec: ReplaySpec
+    samples: GeneralSamples
