@@ -1,27 +1,40 @@
-"""Scores of a run's models on tasks of lm-eval: how to compute them, and tables of them."""
+"""Scores of a run's models on general tasks: how to compute them, and tables of them.
 
+The tasks are those of lm-eval, and Coterie's own task `general`: the general questions that ship
+with it.
+"""
+
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+
+from transformers import PreTrainedModel
 
 from coterie.analysis.experiments import ReportedRun
 from coterie.analysis.frame import Result
 from coterie.analysis.tables import Table, shown_of
+from coterie.bases import Base
+from coterie.data.spec import DataSpec
 from coterie.errors import CoterieError
 from coterie.federation.participants import EVERYONE
-from coterie.files import path_part, refuse_links, write_json, writing
+from coterie.files import path_part, refuse_links, sha256_of, write_json, writing
 from coterie.inference.finished import tokenizer
 from coterie.inference.harness import Harness
 from coterie.inference.models import BASE, RunModels, Step
+from coterie.inference.questions import SHIPPED, knowledge, questions
 from coterie.methods.contract import SERVER
 from coterie.runs import RunFolder
 from coterie.runs.read import TaskScores, read_json
 
 FOLDER = "evaluations"
 """The subfolder of a run folder that contains the scores."""
+GENERAL = "general"
+"""The name of the task that consists of Coterie's general questions."""
 UNTRAINED = "pretrained"
 """The method whose model is the base."""
 Stored = Mapping[str, Any]
@@ -36,7 +49,7 @@ def evaluate(
     limit: int | None = None,
     step: Step = lambda *_: None,
 ) -> list[Table]:
-    """Score the base and the models of some clients on tasks of lm-eval.
+    """Score the base and the models of some clients on general tasks.
 
     The models are the clients' models of the run's method and of the baselines. Equal models are
     scored once. The scores are written to the run folder, and are not computed again.
@@ -44,8 +57,9 @@ def evaluate(
     Args:
         run: The run folder.
         clients: The names of the clients.
-        tasks: Names of tasks or groups of tasks that lm-eval defines, and paths of YAML files.
-        limit: The number of samples of each task; by default, all samples.
+        tasks: `general` for Coterie's general questions; names of tasks or groups of tasks that
+            lm-eval defines; and paths of YAML files.
+        limit: The number of samples of each task of lm-eval; by default, all samples.
         step: Function that is called before each model is loaded. Its arguments are the name of the
             model, the number of models loaded so far, and the number of all models.
 
@@ -53,40 +67,99 @@ def evaluate(
         A table for each client, with all scores in the run folder; see `tables`.
 
     Raises:
-        CoterieError: The run is not finished or has no such client, lm-eval is not installed, or a
-            task cannot be loaded.
+        CoterieError: The run is not finished or has no such client, lm-eval is not installed, a
+            task cannot be loaded, or the models of a run without conversations or instructions are
+            asked general questions.
     """
     models, folder = RunModels(Path(run)), RunFolder(Path(run))
     models.check(clients)
     if not clients or not tasks or (limit is not None and limit < 1):
         raise CoterieError("Give at least one client, one task, and one sample of each task.")
-    harness, chat = Harness(tasks), models.config.data.chats
+    data, others = models.config.data, [task for task in tasks if task != GENERAL]
+    harness = Harness(others) if others else None
+    digests = {} if harness is None else {name: harness.digest(name) for name in harness.names}
+    if GENERAL in tasks:
+        digests = {GENERAL: sha256_of(SHIPPED)} | digests
     with folder.lock():
-        known = {_key(each["key"]): each["scores"] for each in _stored(folder.path)}
-        for method, client, _, model, digest in models.attached(clients, step):
-            for name in harness.names:
-                key = {"model": digest, "task": name, "file": harness.digest(name), "limit": limit}
-                if _key(key) not in known:
+        known = {_key(each["key"]): _of_model(each) for each in _stored(folder.path)}
+        for method, client, base, model, digest in models.attached(clients, step):
+            for name, task in digests.items():
+                key = {"model": digest, "task": name, "file": task, "limit": limit}
+                if _key(key) not in known and name == GENERAL:
+                    known[_key(key)] = _general(base, model, data)
+                elif _key(key) not in known:
+                    assert harness is not None
                     read = tokenizer(folder.path, client)
-                    known[_key(key)] = harness.scores(name, model, read, limit, chat)
-                named = {"method": method, "task": name, "lm_eval": version("lm-eval")}
+                    scores = harness.scores(name, model, read, limit, data.chats)
+                    known[_key(key)] = {"lm_eval": version("lm-eval"), "scores": scores}
+                named = {"method": method, "task": name, "key": key}
                 for owner in clients if client == EVERYONE else [client]:
-                    _write(folder.path, {"client": owner, **named, "key": key}, known[_key(key)])
+                    _write(folder.path, {"client": owner, **named, **known[_key(key)]})
     return tables(ReportedRun.read(folder), clients)
+
+
+def general_table(run: str | Path, step: Step = lambda *_: None) -> Table:
+    """Ask all models of a run the general questions, and return a table with a row per method.
+
+    Scores that are stored in the run folder are not computed again.
+
+    Args:
+        run: The run folder.
+        step: Function that is called before each model is loaded; see `Step`.
+    """
+    models, folder = RunModels(Path(run)), RunFolder(Path(run))
+    clients = [*folder.description["clients"]]
+    evaluate(run, clients, [GENERAL], step=step)
+    stored = [each for each in _stored(folder.path) if each["task"] == GENERAL]
+    rows: list[list[str]] = []
+    for method in models.methods:
+        own = [each for each in stored if each["method"] == method]
+        values = zip(*([score["value"] for score in each["scores"]] for each in own), strict=True)
+        percent = [f"{100 * fmean(value):.0f}" for value in values]
+        rows.append([method, *reversed(percent), " ".join(own[0]["replies"][0].split())])
+    asked = next(question for question in questions() if question.is_free)
+    return Table(
+        "General questions, which show what models have kept of what their base knew",
+        ["model", "right replies (%)", "right choices (%)", asked.text],
+        rows,
+        f"Means over clients; the reply is that of {clients[0]}'s model. To see all scores: "
+        f"coterie evaluate {run} --client {clients[0]} --tasks {GENERAL}",
+    )
 
 
 def _key(key: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(key.items()))
 
 
-def _write(path: Path, values: Mapping[str, Any], scores: Sequence[Mapping[str, Any]]) -> None:
+def _of_model(stored: Stored) -> dict[str, Any]:
+    """Return the part of a stored file that depends only on the model and the task."""
+    return {name: stored[name] for name in ("lm_eval", "scores", "replies") if name in stored}
+
+
+def _general(base: Base, model: PreTrainedModel, data: DataSpec) -> dict[str, Any]:
+    """Return a model's scores on the general questions, and its free replies."""
+    asked = questions()
+    known = knowledge(base, model, data, asked)
+    fractions = {"right choices": known.right_choices, "right replies": known.right_replies}
+    counts = len(asked), len(known.replies)
+    scores = [
+        {
+            **{"task": GENERAL, "metric": metric, "value": value, "higher": True},
+            **{"samples": count, "error": math.sqrt(value * (1 - value) / count)},
+        }
+        for (metric, value), count in zip(fractions.items(), counts, strict=True)
+    ]
+    return {"scores": scores, "replies": list(known.replies)}
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
     """Write the scores of a model on a task to the run folder at `path`."""
     client, method, task = (_component(values[part]) for part in ("client", "method", "task"))
     file = Path(FOLDER, client, method, f"{task}.json")
     refuse_links(path, file.parent)
     with writing(path / file):
         (path / file).parent.mkdir(parents=True, exist_ok=True)
-    write_json(path / file, {**values, "scores": scores})
+    write_json(path / file, values)
 
 
 def _component(name: str) -> str:
@@ -153,7 +226,7 @@ def _table(
         for row, by_method in rows.items()
     ]
     return Table(
-        f"{run.config['name']}: {client}'s models on {client}'s own text, and on tasks of lm-eval",
+        f"{run.config['name']}: {client}'s models on {client}'s own text, and on general tasks",
         ["task", "metric", "samples", *results],
         [list(_own(run, client, results)), *cells],
         "↑: higher is better. ↓: lower is better. ±: standard error. In brackets: the difference "

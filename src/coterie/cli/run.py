@@ -229,6 +229,19 @@ def progress() -> "list[Callback]":
     return [ConsoleProgress()]
 
 
+def _show_general(finished: "Run") -> None:
+    """Print how well a run's models answer general questions, if the run trains assistants."""
+    from coterie.analysis.benchmarks import general_table
+    from coterie.inference.finished import tokenizer
+    from coterie.inference.general import is_assistant
+
+    client = min(next(iter(finished.results.values()))["trained"])
+    if is_assistant(finished.config, tokenizer(finished.path, client)):
+        with terminal.progress("Asking general questions") as show:
+            table = general_table(finished.path, show)
+        terminal.console.print(table)
+
+
 def _show(finished: "Run", arguments: str | None) -> None:
     """Print answers, a run's scores, a comparison with `local`, and commands to try next.
 
@@ -247,6 +260,7 @@ def _show(finished: "Run", arguments: str | None) -> None:
         from coterie.inference.asking import shown_questions
 
         show_answers(finished.path, shown_questions(finished.config))
+    _show_general(finished)
     client = min(next(iter(finished.results.values()))["trained"])
     terminal.console.print(finished.table())
     for method, result in finished.results.items():

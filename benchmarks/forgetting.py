@@ -1,0 +1,182 @@
+"""Train assistants with and without replay, and measure what they have learnt and forgotten.
+
+    python benchmarks/forgetting.py --out DIR --seeds 0 1 2 [--final] NAME[:KEY=VALUE,...] ...
+
+Each NAME is a method, trained as in the run file `assistants` with the changes that follow it, such
+as `comigs-1g1s:training.replay.start=0.5`. Without --final, the models are scored as during
+development, on validation messages and on the questions in general-questions.yaml. With --final,
+they are scored on the test messages of all four people, and on the questions that ship with
+Coterie.
+
+Scores of a model:
+  said       fraction of general questions that a free reply answers correctly
+  intrusion  fraction of these replies that name a team of the house
+  chosen     fraction of general questions whose right answer is likelier than three others
+  drift      KL(base || model) on held-out general requests, in nats per token
+  english    perplexity of plain English text (--english FILE)
+  right      fraction of replies with the right team in the person's manner; also `team`, `manner`
+  replies    perplexity of the person's own replies
+"""
+
+import argparse
+import itertools
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import yaml
+
+import coterie
+from coterie.bases import Base
+from coterie.bases.precision import autocast
+from coterie.config.run import RunConfig
+from coterie.config.values import apply_setting
+from coterie.data.chat import chat_template
+from coterie.evaluation.generation import generate_answers
+from coterie.federation.participants import gathered
+from coterie.inference.general import with_general
+from coterie.inference.models import RunModels
+from coterie.inference.questions import (
+    SHIPPED,
+    in_form,
+    knowledge,
+    questions,
+)
+from coterie.inference.questions import encoded as encoded_items
+from coterie.losses.tokens import Batch, token_losses
+from coterie.training.spec import ReplaySpec
+
+HERE = Path(__file__).parent
+ASSISTANTS = HERE.parent / "src" / "coterie" / "assets" / "assistants.yaml"
+PEOPLE = ("ada", "ben", "cleo", "dan")
+sys.path.append(str(HERE.parent / "examples"))
+from lindenhof import MANNERS, TEAMS, is_right_team  # noqa: E402
+
+
+def messages(split: str) -> list[tuple[str, str]]:
+    """Return the messages of all four people in a split, each with its topic."""
+    texts = [(ASSISTANTS.parent / "assistants" / p / f"{split}.jsonl").read_text() for p in PEOPLE]
+    records = [json.loads(line) for text in texts for line in text.splitlines()]
+    return [(record["messages"][0]["content"], record["topic"]) for record in records]
+
+
+def perplexity(base: Base, model: Any, rows: Batch) -> float:
+    with autocast(base.precision, base.device.type):
+        losses = torch.cat([token_losses(model, *part).sum(1) for part in rows.split(16)])
+    return math.exp(float(losses.double().sum()) / rows.terms)
+
+
+class Scorer:
+    """Scores models of the demo on private and general text."""
+
+    def __init__(self, config: RunConfig, base: Base, final: bool, english: Path | None) -> None:
+        self.config, self.base = config, base
+        self.template = chat_template(base.tokenizer, config.data.chat_template)
+        asked = questions(SHIPPED if final else HERE / "general-questions.yaml")
+        self.questions = [q for q in asked if q.is_free or final]
+        self.split = "test" if final else "validation"
+        self.messages = messages(self.split)
+        items = in_form(config.data, self.template, [text for text, _ in self.messages])
+        self.prompts = encoded_items(base, items, self.template)
+        federation = gathered(config, base.tokenizer)
+        self.people = {person.name: person for person in federation.clients}
+        training = config.training.model_copy(update={"replay": ReplaySpec()})
+        replayed = config.model_copy(update={"training": training})
+        self.held_out = with_general(replayed, base, federation.clients[0]).held_out
+        self.english = None
+        if english is not None:
+            ids = base.tokenizer(english.read_text(encoding="utf-8")[:40000])["input_ids"]
+            window = torch.tensor(ids[: 129 * 16]).view(16, 129)
+            self.english = Batch(window)
+
+    @torch.no_grad()
+    def score(self, model: Any, client: str) -> dict[str, Any]:
+        began = time.process_time()
+        known = knowledge(self.base, model, self.config.data, self.questions)
+        teams = {team.lower() for team, _ in TEAMS.values()}
+        intruding = [any(f"{t} team" in r.lower() for t in teams) for r in known.replies]
+        texts = generate_answers(self.base, model, self.prompts, 40, 64)
+        pairs = list(zip(texts, self.messages, strict=True))
+        team = [is_right_team(text, topic) for text, (_, topic) in pairs]
+        manner = [MANNERS[client](text) for text in texts]
+        replies = getattr(self.people[client].data, self.split)
+        rows = replies.batch(torch.arange(len(replies)))
+        english = math.nan if self.english is None else perplexity(self.base, model, self.english)
+        return {
+            "said": known.right_replies,
+            "intrusion": fmean(intruding),
+            "chosen": known.right_choices,
+            "drift": self.held_out.drift(self.base, model),
+            "english": english,
+            "right": fmean(a and b for a, b in zip(team, manner, strict=True)),
+            "team": fmean(team),
+            "manner": fmean(manner),
+            "replies": perplexity(self.base, model, rows),
+            "rights": [int(a and b) for a, b in zip(team, manner, strict=True)],
+            "replied": list(known.replies),
+            "wrote": texts[:4],
+            "seconds": time.process_time() - began,
+        }
+
+
+def run_values(variant: str, seed: int) -> dict[str, Any]:
+    """Return the run file of a variant."""
+    values = yaml.safe_load(ASSISTANTS.read_text(encoding="utf-8"))
+    values["data_root"] = str(ASSISTANTS.parent / "assistants")
+    method, _, changes = variant.partition(":")
+    router = {"router": {"every": 8, "steps": 1}} if method.startswith("comigs") else {}
+    method = "fedavg" if method == "base" else method
+    values |= {"method": {"name": method, **router}, "baselines": [], "seed": seed, "name": "run"}
+    values["evaluation"] = {"keep": "last", "batch": 32, "split": "validation"}
+    for change in filter(None, changes.split(",")):
+        apply_setting(values, change)
+    return values
+
+
+def main() -> None:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("variants", nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--final", action="store_true")
+    parser.add_argument("--english", type=Path)
+    parser.add_argument("--clients", nargs="+", default=PEOPLE)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    table = options.out / ("final.jsonl" if options.final else "scores.jsonl")
+    for variant, seed in itertools.product(options.variants, options.seeds):
+        path = options.out / f"{variant.replace(':', '+').replace('/', '-')}+{seed}"
+        values = run_values(variant, seed)
+        began = time.process_time(), time.time()
+        if not (path / "result.json").exists():
+            coterie.run(values, out=path, force=True)
+        took = time.process_time() - began[0], time.time() - began[1]
+        models = RunModels(path)
+        scorer: Scorer | None = None
+        for method, client, base, model, _ in models.attached(options.clients):
+            if scorer is None:  # the first model is the base
+                scorer = Scorer(models.config, base, options.final, options.english)
+            if (method == "base") != (variant.partition(":")[0] == "base"):
+                continue
+            line = {
+                "variant": variant,
+                "seed": seed,
+                "client": client,
+                "cpu": took[0],
+                "wall": took[1],
+            }
+            line |= scorer.score(model, client)
+            with table.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            shown = {k: round(v, 3) for k, v in line.items() if isinstance(v, float)}
+            print(variant, seed, client, shown, flush=True)
+
+
+if __name__ == "__main__":
+    main()
