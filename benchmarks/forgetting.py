@@ -34,6 +34,7 @@ import yaml
 import coterie
 from coterie.bases import Base
 from coterie.bases.precision import autocast
+from coterie.config.plugins import load_plugin
 from coterie.config.run import RunConfig
 from coterie.config.values import apply_setting
 from coterie.data.chat import chat_template
@@ -54,8 +55,8 @@ from coterie.training.spec import ReplaySpec
 HERE = Path(__file__).parent
 ASSISTANTS = HERE.parent / "src" / "coterie" / "assets" / "assistants.yaml"
 PEOPLE = ("ada", "ben", "cleo", "dan")
-sys.path.append(str(HERE.parent / "examples"))
-from lindenhof import MANNERS, TEAMS, is_right_team  # noqa: E402
+[RIGHT_REPLY] = load_plugin(HERE.parent / "examples" / "lindenhof.py")
+lindenhof: Any = sys.modules[RIGHT_REPLY.__module__]
 
 
 def messages(split: str) -> list[tuple[str, str]]:
@@ -87,7 +88,9 @@ class Scorer:
         self.people = {person.name: person for person in federation.clients}
         training = config.training.model_copy(update={"replay": ReplaySpec()})
         replayed = config.model_copy(update={"training": training})
-        self.held_out = with_general(replayed, base, federation.clients[0]).held_out
+        held_out = with_general(replayed, base, federation.clients[0]).held_out
+        assert held_out is not None, "the run has replay"
+        self.held_out = held_out
         self.english = None
         if english is not None:
             ids = base.tokenizer(english.read_text(encoding="utf-8")[:40000])["input_ids"]
@@ -98,12 +101,12 @@ class Scorer:
     def score(self, model: Any, client: str) -> dict[str, Any]:
         began = time.process_time()
         known = knowledge(self.base, model, self.config.data, self.questions)
-        teams = {team.lower() for team, _ in TEAMS.values()}
+        teams = {team.lower() for team, _ in lindenhof.TEAMS.values()}
         intruding = [any(f"{t} team" in r.lower() for t in teams) for r in known.replies]
         texts = generate_answers(self.base, model, self.prompts, 40, 64)
         pairs = list(zip(texts, self.messages, strict=True))
-        team = [is_right_team(text, topic) for text, (_, topic) in pairs]
-        manner = [MANNERS[client](text) for text in texts]
+        team = [lindenhof.is_right_team(text, topic) for text, (_, topic) in pairs]
+        manner = [lindenhof.MANNERS[client](text) for text in texts]
         replies = getattr(self.people[client].data, self.split)
         rows = replies.batch(torch.arange(len(replies)))
         english = math.nan if self.english is None else perplexity(self.base, model, self.english)

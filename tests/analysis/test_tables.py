@@ -84,7 +84,10 @@ def answered(**accuracies: float) -> dict:
 
 
 def test_tables_show_drift() -> None:
-    results = {"local": result(a=10, b=20) | {"drift": {"a": 1, "b": 2}}, "pretrained": result(a=9, b=8)}
+    results = {
+        "local": result(a=10, b=20) | {"drift": {"a": 1, "b": 2}},
+        "pretrained": result(a=9, b=8),
+    }
     table = run_table(results)
     assert table.rows[-1] == ["drift", "1.50", ""]
     assert "in nats per token" in table.note

@@ -26,7 +26,7 @@ from coterie.data.items import Conversation
 from coterie.data.parts import bare_encoder
 from coterie.data.spec import DataSpec
 from coterie.errors import CoterieError
-from coterie.evaluation.generation import Sampling, context_length, generate_answers, generated
+from coterie.evaluation.generation import Sampling, generate_answers, generated
 from coterie.federation.participants import Participant
 from coterie.files import cache_path, parse_json, read_file, write_json
 from coterie.inference.questions import answered, encoded, in_form
@@ -36,10 +36,11 @@ from coterie.training.spec import ReplaySpec
 
 FORMAT = 1
 """The version of the cached answers. A new version invalidates all cached answers."""
-ANSWER = 40
+ANSWER = 32
 """The maximum number of tokens of an answer to a request."""
 LONGEST = 96
-"""The maximum number of tokens of a text, and of a text that the base writes."""
+"""The maximum number of tokens of a text, and of a text that the base writes; no sample is longer
+than `data.window` allows."""
 WRITTEN = {"train": 32, "held out": 8}
 """The numbers of texts that a base writes for training and for measuring drift."""
 AT_ONCE = 32
@@ -118,6 +119,7 @@ class _Maker:
 
     def __init__(self, base: Base, data: DataSpec, participant: Participant) -> None:
         self.base, self.data = base, data
+        self.longest = min(LONGEST, data.window)
         beginnings = participant.data.train.beginnings
         self.template: ChatTemplate | None = None
         if beginnings is not None and isinstance(beginnings.items[0], Conversation):
@@ -137,7 +139,7 @@ class _Maker:
 
     def written(self, purpose: str) -> GeneralSamples:
         """Return texts that the base writes, each from its beginning, as samples."""
-        key = self._key(purpose)
+        key = self._key(purpose, self.longest)
 
         def make() -> list[Tensor]:
             return list(map(self._plain, self._written(purpose, key)))
@@ -146,18 +148,17 @@ class _Maker:
 
     def _key(self, *parts: Any) -> str:
         base = self.base
-        known = [FORMAT, ANSWER, LONGEST, base.digest, base.precision, base.device.type, *parts]
+        known = [FORMAT, ANSWER, base.digest, base.precision, base.device.type, *parts]
         return blake2b(json.dumps(known).encode(), digest_size=16).hexdigest()
 
     def _shared(self, key: str, make: Callable[[], list[Tensor]]) -> GeneralSamples:
         """Return the samples that another client has made with the same key, or make them."""
         shared = _samples.setdefault(self.base.model, {})
-        if key not in shared:
-            model = bare(self.base)
-            longest = context_length(model)
-            rows = [ids if longest is None else ids[: longest + 1] for ids in make()]
-            shared[key] = GeneralSamples.of(self.base, model, rows)
-        return shared[key]
+        most = self.data.window + 1
+        if (name := f"{key}-{most}") not in shared:
+            rows = [ids[:most] for ids in make()]
+            shared[name] = GeneralSamples.of(self.base, bare(self.base), rows)
+        return shared[name]
 
     def _answered(self, requests: Sequence[str], key: str) -> list[Tensor]:
         """Return requests with the base's answers as token ids."""
@@ -190,7 +191,7 @@ class _Maker:
         ids = torch.full((count, 1), base.context_token, device=base.device)
         end = base.tokenizer.eos_token_id
         assert isinstance(end, int), "the tokenizer has no end token"
-        sampling = Sampling(LONGEST, temperature=1.0).config([end])
+        sampling = Sampling(self.longest, temperature=1.0).config([end])
 
         def write() -> list[str]:
             devices = [base.device] if base.device.type == "cuda" else []
@@ -204,7 +205,7 @@ class _Maker:
 
     def _plain(self, text: str) -> Tensor:
         encoder, end = bare_encoder(self.base.tokenizer)
-        ids = encoder.encode(text, add_special_tokens=False).ids[:LONGEST] or [end]
+        ids = encoder.encode(text, add_special_tokens=False).ids[: self.longest] or [end]
         return torch.tensor([self.base.context_token, *ids])
 
 
