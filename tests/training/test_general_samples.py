@@ -83,7 +83,7 @@ def test_a_base_writes_texts(made, base) -> None:
 def test_drift_is_measured_on_other_requests(made, base) -> None:
     trained = made(CHATS)
     held_out = [str(base.tokenizer.decode(ids)) for ids in trained.held_out.ids]
-    assert len(held_out) == len(shipped(held_out=True))
+    assert len(shipped(held_out=True)) / 2 < len(held_out)  # some do not fit the window
     assert not {*held_out} & {*decoded(base, trained)}
     assert trained.held_out.drift(base, base.model) == 0
 
@@ -169,3 +169,8 @@ def test_a_base_that_answers_nothing_is_refused(made, monkeypatch) -> None:
     monkeypatch.setattr(general, "_cached", lambda key, count, make: make())
     with pytest.raises(CoterieError, match="answers none of the general requests"):
         made(CHATS)
+
+
+def test_requests_that_do_not_fit_the_window_are_refused(made) -> None:
+    with pytest.raises(CoterieError, match="fits `data.window: 40`; raise data.window"):
+        made(CHATS, {"text": [{"request": "Why? " * 60}]})

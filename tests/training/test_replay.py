@@ -33,6 +33,14 @@ def loaded(base: PreTrainedModel) -> Base:
     return Base(base, load_tokenizer("tiny-gpt2"), "fp32", torch.device("cpu"))
 
 
+def masks_of(samples: list[Tensor]) -> list[Tensor]:
+    """Return masks in which the first token after the start does not count, unless it is alone."""
+    masks = [torch.ones(len(ids) - 1, dtype=torch.bool) for ids in samples]
+    for mask in masks:
+        mask[0] = len(mask) == 1
+    return masks
+
+
 def dense(base: Base, model: PreTrainedModel, samples: list[Tensor]) -> Tensor:
     """Return KL(base || model) of each token, computed from all probabilities."""
     values: list[Tensor] = []
@@ -40,14 +48,15 @@ def dense(base: Base, model: PreTrainedModel, samples: list[Tensor]) -> Tensor:
         with torch.no_grad(), detached(base.model) as bare:
             target = bare(ids[None, :-1]).logits[0].log_softmax(-1)
         own = model(ids[None, :-1]).logits[0].log_softmax(-1)
-        values.append((target.exp() * (target - own)).sum(-1))
+        [mask] = masks_of([ids])
+        values.append((target.exp() * (target - own)).sum(-1)[mask])
     return torch.cat(values)
 
 
 def assert_dense(base: Base, adapter: Adapter | FullAdapter, samples: list[Tensor]) -> None:
     """Compare values and gradients with those of all probabilities."""
     with detached(base.model) as bare:
-        general = GeneralSamples.of(base, bare, samples)
+        general = GeneralSamples.of(base, bare, samples, masks_of(samples))
         assert general.drift(base, bare) == pytest.approx(0, abs=1e-12)
     model, chosen = adapter.attach(base.model), [2, 0]
     got = general.divergences(base, model, chosen)
@@ -77,13 +86,13 @@ def test_divergences_with_a_trained_head(loaded, samples) -> None:
 
 def test_only_plain_heads_need_stored_states(loaded, plain, samples) -> None:
     with detached(loaded.model) as bare:
-        general = GeneralSamples.of(loaded, bare, samples)
+        general = GeneralSamples.of(loaded, bare, samples, masks_of(samples))
     assert len(general.states) == (len(samples) if plain else 0)
 
 
 def context_of(ids: list[Tensor], **settings: Any) -> Any:
     training = TrainingSpec(steps=5, batch=3, micro_batch=2)
-    replay = Replay(ReplaySpec(**settings), GeneralSamples(tuple(ids), ()))
+    replay = Replay(ReplaySpec(**settings), GeneralSamples(tuple(ids), tuple(masks_of(ids))))
     return SimpleNamespace(seed=0, name="ada", rounds=4, training=training, replay=replay)
 
 

@@ -46,6 +46,8 @@ WRITTEN = {"train": 32, "held out": 8}
 AT_ONCE = 32
 """The number of requests that a base answers at once."""
 
+Row = tuple[Tensor, Tensor]
+"""The token ids of a sample, and a mask of the same shape of the tokens that count."""
 _samples: WeakKeyDictionary[PreTrainedModel, dict[str, GeneralSamples]] = WeakKeyDictionary()
 """The samples of each base, which all clients with the same base and template share."""
 
@@ -130,7 +132,7 @@ class _Maker:
         form = self.data.instructions if self.template is None else self.template.source
         key = self._key([text.model_dump() for text in texts], repr(form))
 
-        def make() -> list[Tensor]:
+        def make() -> list[Row]:
             requests = [text.request for text in texts if text.request is not None]
             plain = [text.text for text in texts if text.text is not None]
             return [*self._answered(requests, key), *map(self._plain, plain)]
@@ -141,7 +143,7 @@ class _Maker:
         """Return texts that the base writes, each from its beginning, as samples."""
         key = self._key(purpose, self.longest)
 
-        def make() -> list[Tensor]:
+        def make() -> list[Row]:
             return list(map(self._plain, self._written(purpose, key)))
 
         return self._shared(key, make)
@@ -151,17 +153,25 @@ class _Maker:
         known = [FORMAT, ANSWER, base.digest, base.precision, base.device.type, *parts]
         return blake2b(json.dumps(known).encode(), digest_size=16).hexdigest()
 
-    def _shared(self, key: str, make: Callable[[], list[Tensor]]) -> GeneralSamples:
+    def _shared(self, key: str, make: Callable[[], list[Row]]) -> GeneralSamples:
         """Return the samples that another client has made with the same key, or make them."""
         shared = _samples.setdefault(self.base.model, {})
         most = self.data.window + 1
         if (name := f"{key}-{most}") not in shared:
-            rows = [ids[:most] for ids in make()]
-            shared[name] = GeneralSamples.of(self.base, bare(self.base), rows)
+            rows = [(ids[:most], counted[1:most]) for ids, counted in make()]
+            fitting = [row for row in rows if row[1].any()]
+            if not fitting:
+                raise CoterieError(
+                    f"No general request with its answer fits `data.window: {self.data.window}`; "
+                    "raise data.window, or set `training.replay: false` and "
+                    "`evaluation.general: false`."
+                )
+            ids, counted = zip(*fitting, strict=True)
+            shared[name] = GeneralSamples.of(self.base, bare(self.base), ids, counted)
         return shared[name]
 
-    def _answered(self, requests: Sequence[str], key: str) -> list[Tensor]:
-        """Return requests with the base's answers as token ids."""
+    def _answered(self, requests: Sequence[str], key: str) -> list[Row]:
+        """Return requests with the base's answers as rows."""
         items = in_form(self.data, self.template, requests)
         empty = [Sample([([], False), ([], True)], item) for item in items]
         prompts = samples_of(empty, template=self.template)
@@ -183,7 +193,9 @@ class _Maker:
         if not pairs:
             return []
         split = encoded(self.base, pairs, self.template)
-        return [ids.long() for ids in split.ids.split(split.tokens.tolist())]
+        sizes = split.tokens.tolist()
+        ids, counted = split.ids.long().split(sizes), split.counted.split(sizes)
+        return list(zip(ids, counted, strict=True))
 
     def _written(self, purpose: str, key: str) -> list[str]:
         """Return texts that the base writes, drawn from its distribution."""
@@ -203,10 +215,11 @@ class _Maker:
 
         return _cached(key, count, write)
 
-    def _plain(self, text: str) -> Tensor:
+    def _plain(self, text: str) -> Row:
         encoder, end = bare_encoder(self.base.tokenizer)
         ids = encoder.encode(text, add_special_tokens=False).ids[: self.longest] or [end]
-        return torch.tensor([self.base.context_token, *ids])
+        row = torch.tensor([self.base.context_token, *ids])
+        return row, torch.ones(len(row), dtype=torch.bool)
 
 
 def _cached(key: str, count: int, make: Callable[[], list[str]]) -> list[str]:

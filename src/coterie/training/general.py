@@ -30,23 +30,35 @@ class GeneralSamples:
 
     ids: tuple[Tensor, ...]
     """The token ids of each sample, shaped (time + 1,), int64."""
-    states: tuple[Tensor, ...]
-    """The base's last hidden states for each sample, shaped (time, dim), on the CPU.
+    counted: tuple[Tensor, ...]
+    """For each sample, a mask shaped (time,) of the tokens in ids[1:] that count.
 
-    The tuple is empty if the base's predictions do not follow from its hidden states; see
-    `predicts_from_states`. They are then computed whenever they are needed.
+    The tokens of the base's answers count, but not those of the requests; in texts, all count.
+    """
+    states: tuple[Tensor, ...] = ()
+    """The base's last hidden states for the tokens of each sample that count, on the CPU.
+
+    They are shaped (counted, dim). The tuple is empty if the base's predictions do not follow from
+    its hidden states; see `predicts_from_states`. They are then computed whenever they are needed.
     """
 
     @classmethod
-    def of(cls, base: Base, model: PreTrainedModel, ids: Sequence[Tensor]) -> "GeneralSamples":
+    def of(
+        cls,
+        base: Base,
+        model: PreTrainedModel,
+        ids: Sequence[Tensor],
+        counted: Sequence[Tensor],
+    ) -> "GeneralSamples":
         """Compute the hidden states of samples.
 
         Args:
             base: The base.
             model: The base's model, without an adapter.
             ids: The token ids of each sample, shaped (time + 1,), int64.
+            counted: For each sample, a mask shaped (time,) of the tokens in ids[1:] that count.
         """
-        samples = cls(tuple(ids), ())
+        samples = cls(tuple(ids), tuple(counted))
         if not predicts_from_states(model):
             return samples
         states: list[Tensor] = []
@@ -54,19 +66,27 @@ class GeneralSamples:
             for numbers in _pieces(len(ids)):
                 batch = samples.batch(numbers)
                 parts = hidden_states(model, batch.to(base.device)).cpu()
-                states += parts.split([len(ids[n]) - 1 for n in numbers])
-        return cls(samples.ids, tuple(states))
+                states += parts.split([samples.terms([n]) for n in numbers])
+        return cls(samples.ids, samples.counted, tuple(states))
+
+    def terms(self, numbers: Sequence[int]) -> int:
+        """Return the number of tokens of chosen samples that count."""
+        return sum(int(self.counted[number].sum()) for number in numbers)
 
     def batch(self, numbers: Sequence[int]) -> Batch:
-        """Return chosen samples as a batch, right-padded, in which every token counts."""
+        """Return chosen samples as a batch, right-padded."""
         rows = [self.ids[number] for number in numbers]
         ids = pad_sequence(rows, batch_first=True)
         lengths = torch.tensor([len(row) for row in rows])
         real = torch.arange(1, ids.shape[1]) < lengths[:, None]
-        return Batch(ids, real, real)
+        masks = [self.counted[number] for number in numbers]
+        return Batch(ids, pad_sequence(masks, batch_first=True), real)
 
     def divergences(self, base: Base, model: PreTrainedModel, numbers: Sequence[int]) -> Tensor:
-        """Return KL(base || model) in nats for each token of chosen samples, with a gradient."""
+        """Return KL(base || model) for each token of chosen samples that counts.
+
+        The result is in nats, has a gradient, and is shaped (tokens,).
+        """
         batch = self.batch(numbers).to(base.device)
         if predicts_from_states(model):
             earlier = torch.cat([self.states[number] for number in numbers])
@@ -77,7 +97,7 @@ class GeneralSamples:
 
     @torch.no_grad()
     def drift(self, base: Base, model: PreTrainedModel) -> float:
-        """Return the mean of KL(base || model) over the tokens of all samples, in nats."""
+        """Return the mean of KL(base || model) over all tokens that count, in nats."""
         parts: list[Tensor] = []
         with autocast(base.precision, base.device.type):
             for numbers in _pieces(len(self.ids)):

@@ -55,7 +55,7 @@ def replayed(
         return replay.spec.weight * values.mean()
 
     return [
-        Piece(partial(loss, part, number), sum(len(replay.samples.ids[n]) - 1 for n in part))
+        Piece(partial(loss, part, number), replay.samples.terms(part))
         for number, part in enumerate(parts)
     ]
 
