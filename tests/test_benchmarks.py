@@ -51,7 +51,7 @@ def rows_of(page: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_all_checks_of_a_gpu_run_on_a_cpu(tmp_path, monkeypatch) -> None:
     gpu = benchmark("gpu", monkeypatch)
     record, page = tmp_path / "record.json", tmp_path / "gpu.md"

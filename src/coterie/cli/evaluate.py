@@ -1,4 +1,4 @@
-"""The command `coterie evaluate`, which scores trained models on tasks of lm-eval."""
+"""The command `coterie evaluate`, which scores trained models on general tasks."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,15 +17,15 @@ def evaluate(
         str,
         Option(
             metavar="TASKS",
-            help="Comma-separated names of tasks or groups of lm-eval (`lm-eval ls tasks` lists "
-            "them), and YAML files that define tasks.",
+            help="Comma-separated: `general` for Coterie's general questions, names of tasks or "
+            "groups of lm-eval (`lm-eval ls tasks` lists them), and YAML files that define tasks.",
         ),
     ],
     limit: Annotated[
         int | None, Option(min=1, help="Number of samples of each task. Default: all samples.")
     ] = None,
 ) -> None:
-    """Score the base and a client's models on tasks of lm-eval.
+    """Score the base and a client's models on general questions and tasks of lm-eval.
 
     The table shows what a client has gained on its own test text, and what it has lost or gained on
     other tasks. The base is scored first, then the models that the baselines and the run's own
@@ -34,6 +34,8 @@ def evaluate(
     them, too.
 
     For example:
+
+        coterie evaluate runs/mine --client anna --tasks general
 
         coterie evaluate runs/mine --client anna --tasks arc_easy,piqa --limit 200
 
