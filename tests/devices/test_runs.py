@@ -26,6 +26,12 @@ DATA: dict[str, Any] = {
     "instructions": {"data": {"instructions": QUESTIONS}, "evaluation": {"generate": 3}},
     "choices": {"data": {"instructions": {**QUESTIONS, "choices": ["yes", "no"]}}},
     "conversations": {"data": {"messages": True}, "evaluation": {"generate": 3}},
+    "conversations, replay": {
+        "data": {"messages": True},
+        "training": {
+            "replay": {"start": 0, "text": [{"request": "Why?"}, {"text": "It rains."}]},
+        },
+    },
     "preferences": {"data": {"preferences": True}},
     "preferences, released": {
         "data": {"preferences": True},
@@ -108,6 +114,7 @@ def test_a_run_ends_with_the_bits_of_the_cpu(name, place, make, tmp_path, monkey
     assert folder.outcome is not None
     assert expected.outcome is not None
     assert folder.outcome["trained"] == expected.outcome["trained"]
+    assert folder.outcome.get("drift") == expected.outcome.get("drift")
 
 
 @pytest.mark.slow
