@@ -72,12 +72,12 @@ class DPOSpec(Section):
 class ReplaySpec(Section):
     """Section `training.replay` of a run file."""
 
-    samples: Count = 2
+    samples: Count = 4
     """number of general samples per optimiser step, beside the batch"""
     weight: PositiveFloat = 1.0
     """weight of the general samples' divergence from the base, in nats per token, against the
     training loss"""
-    start: Annotated[float, Field(ge=0, lt=1)] = 0.75
+    start: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """fraction of the run's steps after which replay begins"""
     text: Literal["list", "sampled"] | tuple[GeneralText, ...] = "list"
     """general samples: list, for the requests and texts that ship with Coterie, with the base's own
