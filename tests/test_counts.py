@@ -8,11 +8,11 @@ from scripts import counts
 
 ROOT = Path(__file__).parent.parent
 LIMITS = {
-    "files": 1_110,
-    "lines of src": 31_900,
-    "lines of tests": 38_050,
+    "files": 1_125,
+    "lines of src": 32_600,
+    "lines of tests": 38_600,
     "lines of papers": 3_850,
-    "lines of benchmarks": 2_400,
+    "lines of benchmarks": 2_600,
     "lines of scripts": 1_030,
     "lines of examples": 480,
     "words": 50_000,
