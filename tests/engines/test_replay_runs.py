@@ -15,7 +15,7 @@ TRAINING: dict[str, Any] = {"steps": 2, "batch": 2, "precision": "fp32", "learni
 TRAINING["learning_rate_decay"] = 1.0
 
 
-def recorded(name: str, folder: RunFolder) -> dict[tuple[str, int], Any]:
+def recorded(name: str, folder: RunFolder) -> dict[tuple[str, int, str], Any]:
     lines = [line for line in folder.metrics() if line["name"].startswith(name)]
     return {(line["client"], line["round"], line["name"]): line["value"] for line in lines}
 

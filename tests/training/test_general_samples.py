@@ -172,5 +172,5 @@ def test_a_base_that_answers_nothing_is_refused(made, monkeypatch) -> None:
 
 
 def test_requests_that_do_not_fit_the_window_are_refused(made) -> None:
-    with pytest.raises(CoterieError, match="fits `data.window: 40`; raise data.window"):
+    with pytest.raises(CoterieError, match=r"fits `data\.window: 40`; raise"):
         made(CHATS, {"text": [{"request": "Why? " * 60}]})
