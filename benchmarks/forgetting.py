@@ -136,6 +136,8 @@ def run_values(variant: str, seed: int) -> dict[str, Any]:
     method = "fedavg" if method == "base" else method
     values |= {"method": {"name": method, **router}, "baselines": [], "seed": seed, "name": "run"}
     values["evaluation"] = {"keep": "last", "batch": 32, "split": "validation"}
+    if method == "local":  # there is no mean over clients
+        del values["aggregation"]
     for change in filter(None, changes.split(",")):
         apply_setting(values, change)
     return values
