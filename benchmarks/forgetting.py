@@ -3,10 +3,15 @@
     python benchmarks/forgetting.py --out DIR --seeds 0 1 2 [--final] NAME[:KEY=VALUE,...] ...
 
 Each NAME is a method, trained as in the run file `assistants` with the changes that follow it, such
-as `comigs-1g1s:training.replay.start=0.5`. Without --final, the models are scored as during
-development, on validation messages and on the questions in general-questions.yaml. With --final,
-they are scored on the test messages of all four people, and on the questions that ship with
-Coterie.
+as `comigs-1g1s:training.replay.start=0.5`. Three changes are no keys of a run file:
+  x.loss=reverse       KL(model || base) in place of KL(base || model); with `answers`, the
+                       cross-entropy of the base's answers
+  x.roles=generalist   only parameters of this role learn from replay
+  x.scale=0.6          the trained adapter is multiplied by this factor before it is scored
+
+Without --final, the models are scored as during development, on validation messages and on the
+questions in general-questions.yaml. With --final, they are scored on the test messages of all four
+people, and on the questions that ship with Coterie.
 
 Scores of a model:
   said       fraction of general questions that a free reply answers correctly
@@ -24,14 +29,19 @@ import json
 import math
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 import yaml
+from torch import Tensor
 
 import coterie
+from coterie.adapters import attached
+from coterie.adapters.lora import LoraPair
 from coterie.bases import Base
 from coterie.bases.precision import autocast
 from coterie.config.plugins import load_plugin
@@ -49,7 +59,9 @@ from coterie.inference.questions import (
     questions,
 )
 from coterie.inference.questions import encoded as encoded_items
-from coterie.losses.tokens import Batch, token_losses
+from coterie.losses.head import divergence
+from coterie.losses.tokens import Batch, hidden_states, language_model_loss, token_losses
+from coterie.training.general import GeneralSamples
 from coterie.training.spec import ReplaySpec
 
 HERE = Path(__file__).parent
@@ -91,6 +103,7 @@ class Scorer:
         held_out = with_general(replayed, base, federation.clients[0]).held_out
         assert held_out is not None, "the run has replay"
         self.held_out = held_out
+        self.scored: dict[str, tuple[list[str], dict[str, Any]]] = {}
         self.english = None
         if english is not None:
             ids = base.tokenizer(english.read_text(encoding="utf-8")[:40000])["input_ids"]
@@ -98,47 +111,97 @@ class Scorer:
             self.english = Batch(window)
 
     @torch.no_grad()
-    def score(self, model: Any, client: str) -> dict[str, Any]:
+    def score(self, model: Any, client: str, digest: str) -> dict[str, Any]:
         began = time.process_time()
-        known = knowledge(self.base, model, self.config.data, self.questions)
-        teams = {team.lower() for team, _ in lindenhof.TEAMS.values()}
-        intruding = [any(f"{t} team" in r.lower() for t in teams) for r in known.replies]
-        texts = generate_answers(self.base, model, self.prompts, 40, 64)
+        if digest not in self.scored:
+            self.scored[digest] = self._score(model)
+        texts, general = self.scored[digest]
         pairs = list(zip(texts, self.messages, strict=True))
         team = [lindenhof.is_right_team(text, topic) for text, (_, topic) in pairs]
         manner = [lindenhof.MANNERS[client](text) for text in texts]
         replies = getattr(self.people[client].data, self.split)
         rows = replies.batch(torch.arange(len(replies)))
-        english = math.nan if self.english is None else perplexity(self.base, model, self.english)
         return {
-            "said": known.right_replies,
-            "intrusion": fmean(intruding),
-            "chosen": known.right_choices,
-            "drift": self.held_out.drift(self.base, model),
-            "english": english,
+            **general,
             "right": fmean(a and b for a, b in zip(team, manner, strict=True)),
             "team": fmean(team),
             "manner": fmean(manner),
             "replies": perplexity(self.base, model, rows),
             "rights": [int(a and b) for a, b in zip(team, manner, strict=True)],
-            "replied": list(known.replies),
             "wrote": texts[:4],
             "seconds": time.process_time() - began,
         }
+
+    def _score(self, model: Any) -> tuple[list[str], dict[str, Any]]:
+        """Return replies to the messages, and scores that do not depend on the person."""
+        known = knowledge(self.base, model, self.config.data, self.questions)
+        teams = {team.lower() for team, _ in lindenhof.TEAMS.values()}
+        intruding = [any(f"{t} team" in r.lower() for t in teams) for r in known.replies]
+        english = math.nan if self.english is None else perplexity(self.base, model, self.english)
+        return generate_answers(self.base, model, self.prompts, 40, 64), {
+            "said": known.right_replies,
+            "intrusion": fmean(intruding),
+            "chosen": known.right_choices,
+            "drift": self.held_out.drift(self.base, model),
+            "english": english,
+            "replied": list(known.replies),
+        }
+
+
+def changes_of(variant: str) -> tuple[dict[str, str], list[str]]:
+    """Return a variant's changes that are no keys of a run file, and the other changes."""
+    changes = [change for change in variant.partition(":")[2].split(",") if change]
+    own = dict(change[2:].split("=") for change in changes if change.startswith("x."))
+    return own, [change for change in changes if not change.startswith("x.")]
+
+
+@contextmanager
+def changed(own: dict[str, str]) -> Iterator[None]:
+    """Replace the loss of replay, or the parameters that learn from it, inside the block."""
+    original = GeneralSamples.divergences
+
+    def other(self: GeneralSamples, base: Base, model: Any, numbers: Any) -> Tensor:
+        adapter = attached(base.model)
+        if not torch.is_grad_enabled() or adapter is None:
+            return original(self, base, model, numbers)
+        trained = {n for n, p in adapter.tensors().items() if p.requires_grad}
+        if roles := own.get("roles"):
+            adapter.require_grad(lambda p: p.name in trained and p.role in roles.split("+"))
+        batch = self.batch(numbers).to(base.device)
+        match own.get("loss"):
+            case "answers":
+                values = torch.stack([language_model_loss(model, *batch)])
+            case "reverse":
+                head = model.get_output_embeddings().weight.detach().float()
+                earlier = torch.cat([self.states[number] for number in numbers]).float()
+                hidden = hidden_states(model, batch).float()
+                p, q = ((states @ head.t()).log_softmax(-1) for states in (earlier, hidden))
+                values = divergence(q, p)
+            case _:
+                values = original(self, base, model, numbers)
+        if roles:  # the graph is made; the batch's gradient needs all parameters again
+            adapter.require_grad(lambda p: p.name in trained)
+        return values
+
+    GeneralSamples.divergences = other
+    try:
+        yield
+    finally:
+        GeneralSamples.divergences = original
 
 
 def run_values(variant: str, seed: int) -> dict[str, Any]:
     """Return the run file of a variant."""
     values = yaml.safe_load(ASSISTANTS.read_text(encoding="utf-8"))
     values["data_root"] = str(ASSISTANTS.parent / "assistants")
-    method, _, changes = variant.partition(":")
+    method = variant.partition(":")[0]
     router = {"router": {"every": 8, "steps": 1}} if method.startswith("comigs") else {}
     method = "fedavg" if method == "base" else method
     values |= {"method": {"name": method, **router}, "baselines": [], "seed": seed, "name": "run"}
     values["evaluation"] = {"keep": "last", "batch": 32, "split": "validation"}
     if method == "local":  # there is no mean over clients
         del values["aggregation"]
-    for change in filter(None, changes.split(",")):
+    for change in changes_of(variant)[1]:
         apply_setting(values, change)
     return values
 
@@ -160,11 +223,12 @@ def main() -> None:
         values = run_values(variant, seed)
         began = time.process_time(), time.time()
         if not (path / "result.json").exists():
-            coterie.run(values, out=path, force=True)
+            with changed(changes_of(variant)[0]):
+                coterie.run(values, out=path, force=True)
         took = time.process_time() - began[0], time.time() - began[1]
         models = RunModels(path)
         scorer: Scorer | None = None
-        for method, client, base, model, _ in models.attached(options.clients):
+        for method, client, base, model, digest in models.attached(options.clients):
             if scorer is None:  # the first model is the base
                 scorer = Scorer(models.config, base, options.final, options.english)
             if (method == "base") != (variant.partition(":")[0] == "base"):
@@ -176,7 +240,11 @@ def main() -> None:
                 "cpu": took[0],
                 "wall": took[1],
             }
-            line |= scorer.score(model, client)
+            if scale := changes_of(variant)[0].get("scale"):
+                for module in model.modules():
+                    if isinstance(module, LoraPair):
+                        module.B.data.mul_(float(scale))
+            line |= scorer.score(model, client, digest)
             with table.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             shown = {k: round(v, 3) for k, v in line.items() if isinstance(v, float)}
