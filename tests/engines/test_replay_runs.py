@@ -42,11 +42,11 @@ def trained(config, talks, tmp_path):
 
 def test_nothing_changes_before_replay_begins(trained) -> None:
     late, never = trained("late", start=0.5), trained("never", start=0.99)
-    one, other = recorded("loss/", late), recorded("loss/", never)
-    early = {key for key in one if key[1] < 2}
+    losses, without = recorded("loss/", late), recorded("loss/", never)
+    early = {key for key in losses if key[1] < 2}
     assert early
-    assert {key: one[key] for key in early} == {key: other[key] for key in early}
-    assert one != other
+    assert {key: losses[key] for key in early} == {key: without[key] for key in early}
+    assert losses != without
     rounds = {round for _, round, _ in recorded("replay/", late)}
     assert rounds == {2, 3}
 
@@ -70,4 +70,4 @@ def test_every_method_has_replay(method, values, teachers, tmp_path) -> None:
     assert len(drift) == len(folder.description["clients"])
     trains = bool(recorded("loss/", folder))
     assert bool(recorded("replay/", folder)) == trains
-    assert any(drift.values()) == trains
+    assert trains or not any(drift.values())

@@ -50,11 +50,9 @@ DRAWING: dict[str, Any] = {
     **{"base_dropout": 0.1, "checkpointing": True},
 }
 """Everything that draws in training, at once."""
+CHATS = {"window": 40, "messages": True, "limits": {"validation": 3, "test": 3}}
 GENERAL = ({"request": "Hello"}, {"request": "Why?"}, {"text": "It rains."})
-REPLAY: dict[str, Any] = {
-    **{"steps": 2, "batch": 2, "precision": "fp32"},
-    "replay": {"samples": 2, "start": 0.3, "text": GENERAL},
-}
+REPLAY = {"steps": 2, "batch": 2, "precision": "fp32", "replay": {"start": 0.3, "text": GENERAL}}
 FIGURES = ("loss", "test", "routing", "validation", "kept", "replay", "drift")
 
 
@@ -142,15 +140,9 @@ FEATURES: dict[str, Callable[[Make], coterie.RunConfig]] = {
     "weights": lambda make: make.run(
         method="fedavg", data={"window": 16}, aggregation={"weights": "tokens"}
     ),
-    "chats": lambda make: make.kind(
-        "talks", {"window": 40, "messages": True, "limits": {"validation": 3, "test": 3}}
-    ),
+    "chats": lambda make: make.kind("talks", CHATS),
     "replay": lambda make: make.kind(
-        "talks",
-        {"window": 40, "messages": True, "limits": {"validation": 3, "test": 3}},
-        rounds=3,
-        training=REPLAY,
-        method="comigs-1g1s",
+        "talks", CHATS, rounds=3, training=REPLAY, method="comigs-1g1s"
     ),
     "preferences": lambda make: make.kind(
         "opinions",

@@ -11,11 +11,11 @@ from tensors import fill
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from coterie.adapters import Adapter, detached
+from coterie.adapters import Adapter
 from coterie.adapters.full import FullAdapter
 from coterie.bases import Base, load_tokenizer
 from coterie.training import replay as module
-from coterie.training.general import GeneralSamples, Replay
+from coterie.training.general import GeneralSamples, Replay, detached
 from coterie.training.replay import replayed
 from coterie.training.spec import ReplaySpec, TrainingSpec
 
@@ -66,8 +66,8 @@ def assert_dense(base: Base, adapter: Adapter | FullAdapter, samples: list[Tenso
     parameters = list(adapter.tensors().values())
     weights = torch.arange(1.0, len(got) + 1)
     grads = [torch.autograd.grad((values * weights).sum(), parameters) for values in (got, want)]
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    for pair in zip(*grads, strict=True):
+        torch.testing.assert_close(*pair, rtol=0, atol=1e-6)
     mean = dense(base, model, samples).mean().item()
     assert general.drift(base, model) == pytest.approx(mean, abs=1e-7)
 

@@ -259,20 +259,20 @@ def test_moments_go_where_their_parameters_are(kind: str) -> None:
 
 
 def test_a_second_loss_is_added_to_the_first() -> None:
-    one, other = (Weights(learning_rate=0.1) for _ in range(2))
+    summed, apart = (Weights(learning_rate=0.1) for _ in range(2))
 
     def both() -> Tensor:
-        first, second, third = (loss_of(one.all, step) for step in range(3))
+        first, second, third = (loss_of(summed.all, step) for step in range(3))
         return first + 0.5 * (0.75 * second + 0.25 * third)
 
-    one.updater.update(both, 0.1, where="")
+    summed.updater.update(both, 0.1, where="")
     pieces = [
-        Piece(lambda n=n: 0.5 * loss_of(other.all, n), terms) for n, terms in ((1, 3), (2, 1))
+        Piece(lambda n=n: 0.5 * loss_of(apart.all, n), terms) for n, terms in ((1, 3), (2, 1))
     ]
-    loss = other.updater.update(lambda: loss_of(other.all, 0), 0.1, where="", beside=pieces)
+    loss = apart.updater.update(lambda: loss_of(apart.all, 0), 0.1, where="", beside=pieces)
     assert loss == pytest.approx(loss_of(Weights().all, 0).item())
-    for name, tensor in one.values().items():
-        torch.testing.assert_close(other.values()[name], tensor)
+    for name, tensor in summed.values().items():
+        torch.testing.assert_close(apart.values()[name], tensor)
 
 
 def test_a_second_loss_that_is_not_finite_changes_nothing() -> None:

@@ -4,7 +4,6 @@ from coterie.adapters.adapter import Adapter as Adapter
 from coterie.adapters.adapter import Trainable as Trainable
 from coterie.adapters.adapter import attached as attached
 from coterie.adapters.adapter import detach as detach
-from coterie.adapters.adapter import detached as detached
 from coterie.adapters.adapter import first_experts as first_experts
 from coterie.adapters.amole import AmoleAdapter as AmoleAdapter
 from coterie.adapters.amole import AmoleLayout as AmoleLayout

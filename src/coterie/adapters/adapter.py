@@ -3,8 +3,8 @@
 A stand-in is a module that replaces a module of the base while the adapter is attached.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import cast
 from weakref import WeakKeyDictionary, ref
@@ -242,18 +242,6 @@ def detach(base: nn.Module) -> None:
     stand_ins = [(path, m) for path, m in base.named_modules() if isinstance(m, StandIn)]
     for path, module in reversed(stand_ins):
         base.set_submodule(path, module.base)
-
-
-@contextmanager
-def detached(base: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Yield a base without its adapter; attach the adapter again at the end of the `with` block."""
-    adapter = attached(base)
-    detach(base)
-    try:
-        yield base
-    finally:
-        if adapter is not None:
-            adapter.attach(base)
 
 
 _checked: WeakKeyDictionary[nn.Module, set[Layout]] = WeakKeyDictionary()

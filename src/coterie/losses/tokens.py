@@ -1,7 +1,7 @@
 """The language-model loss, computed without storing the logits of a batch; see losses/head.py."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,7 @@ from coterie.bases.padding import real_tokens
 from coterie.bases.precision import frozen_weight
 from coterie.bases.sites import decoder_of, working_dtype
 from coterie.bases.unpacked import one_sequence_per_row
-from coterie.losses.head import (
-    HeadDivergences,
-    HeadLosses,
-    at_least_float,
-    divergence,
-    pieces,
-)
+from coterie.losses.head import HeadDivergences, HeadLosses, at_least_float, divergence, pieces
 
 PIECE_COST = {"cpu": 50, "cuda": 1000}
 """The number of padding tokens that cost as much as splitting a batch into one more piece.
@@ -202,8 +196,7 @@ def divergences(model: PreTrainedModel, batch: Batch, earlier: Tensor) -> Tensor
             tokens, shaped (n, vocabulary).
 
     Returns:
-        The divergence KL(base || model) of each token's prediction in nats, with a gradient, shaped
-        (n,).
+        KL(base || model) for each token in nats, with a gradient, shaped (n,).
     """
     head = _frozen_head(model)
     if head is None:
@@ -211,8 +204,7 @@ def divergences(model: PreTrainedModel, batch: Batch, earlier: Tensor) -> Tensor
     hidden = hidden_states(model, batch)
     weight = frozen_weight(head, hidden.dtype)
     own, target = (states.to(weight.device, weight.dtype) for states in (hidden, earlier))
-    result = HeadDivergences.apply(own, target, weight)
-    assert isinstance(result, Tensor)
+    result: Any = HeadDivergences.apply(own, target, weight)
     return result.to(hidden.device)
 
 

@@ -1,6 +1,7 @@
 """General samples: samples that contain nothing private, with what a base predicts for them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from coterie.adapters import detached
+from coterie.adapters import attached, detach
 from coterie.bases import Base
 from coterie.bases.precision import autocast
 from coterie.losses.tokens import (
@@ -108,6 +109,18 @@ class GeneralSamples:
 def _pieces(count: int) -> list[range]:
     """Return consecutive ranges of at most `AT_ONCE` numbers of samples."""
     return [range(start, min(start + AT_ONCE, count)) for start in range(0, count, AT_ONCE)]
+
+
+@contextmanager
+def detached(base: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Yield a base without its adapter; attach the adapter again at the end of the `with` block."""
+    adapter = attached(base)
+    detach(base)
+    try:
+        yield base
+    finally:
+        if adapter is not None:
+            adapter.attach(base)
 
 
 @dataclass(frozen=True)
