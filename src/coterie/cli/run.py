@@ -232,11 +232,11 @@ def progress() -> "list[Callback]":
 def _show_general(finished: "Run") -> None:
     """Print how well a run's models answer general questions, if the run trains assistants."""
     from coterie.analysis.benchmarks import general_table
-    from coterie.inference.finished import tokenizer
+    from coterie.bases import load_tokenizer
     from coterie.inference.general import is_assistant
 
-    client = min(next(iter(finished.results.values()))["trained"])
-    if is_assistant(finished.config, tokenizer(finished.path, client)):
+    config, client = finished.config, min(next(iter(finished.results.values()))["trained"])
+    if is_assistant(config, lambda: load_tokenizer(config.base_of(client), config.root)):
         with terminal.progress("Asking general questions") as show:
             table = general_table(finished.path, show)
         terminal.console.print(table)

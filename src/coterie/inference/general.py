@@ -65,15 +65,15 @@ def replay_of(config: RunConfig, tokenizer: Tokenizer) -> ReplaySpec | None:
     return spec if spec.bases == "all" or tokenizer.chat_template else None
 
 
-def is_assistant(config: RunConfig, tokenizer: Tokenizer) -> bool:
-    """Return whether a run trains assistants that general requests make sense to.
+def is_assistant(config: RunConfig, tokenizer: Callable[[], Tokenizer]) -> bool:
+    """Return whether a run trains assistants, to which general requests make sense.
 
     Args:
         config: The run.
-        tokenizer: The tokenizer of the base.
+        tokenizer: Function that returns the base's own tokenizer.
     """
     answers = config.data.messages is not None or config.data.instructions is not None
-    return config.evaluation.general and answers and bool(tokenizer.chat_template)
+    return config.evaluation.general and answers and bool(tokenizer().chat_template)
 
 
 def with_general(config: RunConfig, base: Base, participant: Participant) -> Participant:
@@ -90,7 +90,7 @@ def with_general(config: RunConfig, base: Base, participant: Participant) -> Par
             that ships with Coterie.
     """
     spec = replay_of(config, base.tokenizer)
-    if spec is None and not is_assistant(config, base.tokenizer):
+    if spec is None and not is_assistant(config, lambda: base.tokenizer):
         return participant
     maker = _Maker(base, config.data, participant)
     written = participant.data.train.beginnings is None
