@@ -39,8 +39,7 @@ FORMAT = 1
 ANSWER = 32
 """The maximum number of tokens of an answer to a request."""
 LONGEST = 96
-"""The maximum number of tokens of a text, and of a text that the base writes; no sample is longer
-than `data.window` allows."""
+"""The maximum number of tokens of a text, including texts that the base writes."""
 WRITTEN = {"train": 32, "held out": 8}
 """The numbers of texts that a base writes for training and for measuring drift."""
 AT_ONCE = 32
@@ -120,6 +119,7 @@ class _Maker:
     """
 
     def __init__(self, base: Base, data: DataSpec, participant: Participant) -> None:
+        bare(base)  # the digest of the base is that of its own weights, and is computed once
         self.base, self.data = base, data
         self.longest = min(LONGEST, data.window)
         beginnings = participant.data.train.beginnings
