@@ -163,6 +163,11 @@ def test_a_file_without_requests_is_refused(lines, message, config, tmp_path) ->
         config(data_root=str(tmp_path), training={"replay": {"text": "own.jsonl"}})
 
 
+def test_a_list_without_requests_is_refused(config) -> None:
+    with pytest.raises(CoterieError, match="name at least one request or text"):
+        config(training={"replay": {"text": []}})
+
+
 def test_a_base_that_answers_nothing_is_refused(made, monkeypatch) -> None:
     blank = lambda base, model, prompts, *_: [" "] * len(prompts)  # noqa: E731
     monkeypatch.setattr(general, "generate_answers", blank)

@@ -6,7 +6,8 @@ level is a group of parameters that are trained together, such as the routers.
 
 The count includes every matrix product in the forward and the backward pass. The product of an
 (m, k) matrix and a (k, n) matrix counts as 2 m n k operations, and attention is counted as if it
-had no mask. Sums, activations and the optimiser are a small part of the work and are not counted.
+had no mask. Sums, activations and the optimiser are a small part of the work and are not counted;
+nor are the general samples of replay.
 """
 
 from collections.abc import Mapping

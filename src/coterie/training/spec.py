@@ -88,6 +88,13 @@ class ReplaySpec(Section):
     digest: str | None = Field(default=None, exclude_if=lambda digest: digest is None)
     """hash of Coterie's list, set by Coterie, so that all machines use the same list"""
 
+    @field_validator("text")
+    @classmethod
+    def _is_not_empty(cls, text: Any) -> Any:
+        if not text:
+            raise ValueError("name at least one request or text")
+        return text
+
 
 class TrainingSpec(Section):
     """Section `training` of a run file.
