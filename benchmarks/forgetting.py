@@ -1,12 +1,18 @@
 """Train assistants with and without replay, and measure what they have learnt and forgotten.
 
     python benchmarks/forgetting.py --out DIR --seeds 0 1 2 [--final] NAME[:KEY=VALUE,...] ...
+    python benchmarks/forgetting.py --out DIR [--final] --table
 
-Each NAME is a method, trained as in the run file `assistants` with the changes that follow it, such
-as `comigs-1g1s:training.replay.start=0.5`. Three changes are no keys of a run file:
+With --table, the scores in DIR are shown: means over people and seeds, and the mean difference from
+the same method without replay, with a 95 % interval (Student's t over seeds).
+
+Otherwise, each NAME is a method, trained as in the run file `assistants` with the changes that
+follow it, such as `comigs-1g1s:training.replay.start=0.5`. These changes are no keys of a run file:
   x.loss=reverse       KL(model || base) in place of KL(base || model); with `answers`, the
                        cross-entropy of the base's answers
   x.roles=generalist   only parameters of this role learn from replay
+  x.step=own           replay takes its own optimiser steps, after those on private text
+  x.null=1             the second generalist stays zero, so that tokens can be routed to the base
   x.scale=0.6          the trained adapter is multiplied by this factor before it is scored
 
 Without --final, the models are scored as during development, on validation messages and on the
@@ -29,6 +35,7 @@ import json
 import math
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,11 +44,14 @@ from typing import Any
 
 import torch
 import yaml
+from rich.console import Console
+from scipy import stats
 from torch import Tensor
 
 import coterie
-from coterie.adapters import attached
+from coterie.adapters import Adapter, Selects, attached
 from coterie.adapters.lora import LoraPair
+from coterie.analysis.tables import Table
 from coterie.bases import Base
 from coterie.bases.precision import autocast
 from coterie.config.plugins import load_plugin
@@ -63,6 +73,7 @@ from coterie.losses.head import divergence
 from coterie.losses.tokens import Batch, hidden_states, language_model_loss, token_losses
 from coterie.training.general import GeneralSamples
 from coterie.training.spec import ReplaySpec
+from coterie.training.update import Updater
 
 HERE = Path(__file__).parent
 ASSISTANTS = HERE.parent / "src" / "coterie" / "assets" / "assistants.yaml"
@@ -157,10 +168,11 @@ def changes_of(variant: str) -> tuple[dict[str, str], list[str]]:
 
 @contextmanager
 def changed(own: dict[str, str]) -> Iterator[None]:
-    """Replace the loss of replay, or the parameters that learn from it, inside the block."""
-    original = GeneralSamples.divergences
+    """Replace how replay trains, and which parameters it trains, inside the block."""
+    original, update = GeneralSamples.divergences, Updater.update
+    enable = Adapter.require_grad
 
-    def other(self: GeneralSamples, base: Base, model: Any, numbers: Any) -> Tensor:
+    def divergences(self: GeneralSamples, base: Base, model: Any, numbers: Any) -> Tensor:
         adapter = attached(base.model)
         if not torch.is_grad_enabled() or adapter is None:
             return original(self, base, model, numbers)
@@ -183,11 +195,35 @@ def changed(own: dict[str, str]) -> Iterator[None]:
             adapter.require_grad(lambda p: p.name in trained)
         return values
 
-    GeneralSamples.divergences = other
+    others: dict[Updater, Updater] = {}
+
+    def two_steps(
+        self: Updater,
+        loss: Any,
+        learning_rate: float,
+        penalty: Any = None,
+        *,
+        where: str,
+        beside: Any = (),
+    ) -> float:
+        value = update(self, loss, learning_rate, penalty, where=where)
+        if beside:
+            if self not in others:
+                others[self] = Updater(self.context, self.adapter, self.selects, self.leaves)
+            update(others[self], beside, learning_rate, where=where)
+        return value
+
+    def all_but_null(self: Adapter, selects: Selects) -> None:
+        null = ("generalist", 1) if "null" in own else None
+        enable(self, lambda p: selects(p) and (p.role, p.expert) != null)
+
+    GeneralSamples.divergences, Adapter.require_grad = divergences, all_but_null
+    Updater.update = two_steps if own.get("step") == "own" else update
     try:
         yield
     finally:
-        GeneralSamples.divergences = original
+        GeneralSamples.divergences, Adapter.require_grad = original, enable
+        Updater.update = update
 
 
 def run_values(variant: str, seed: int) -> dict[str, Any]:
@@ -206,10 +242,56 @@ def run_values(variant: str, seed: int) -> dict[str, Any]:
     return values
 
 
+SCORES = {
+    "said": "said (%)",
+    "intrusion": "intrusion (%)",
+    "drift": "drift",
+    "english": "English",
+    "right": "right (%)",
+    "team": "team (%)",
+    "replies": "replies",
+}
+"""The scores in the table, with the headers of their columns."""
+
+
+def table(path: Path) -> Table:
+    """Return the scores in a file, as described for the option --table."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    people = defaultdict[tuple[str, int], list[dict[str, Any]]](list)
+    for line in lines:
+        people[line["variant"], line["seed"]].append(line)
+    seeds = defaultdict[str, dict[int, dict[str, float]]](dict)
+    for (variant, seed), rows in people.items():
+        seeds[variant][seed] = {name: fmean(row[name] for row in rows) for name in SCORES}
+    shown: list[list[str]] = []
+    for variant, scores in seeds.items():
+        plain = seeds.get(f"{variant.partition(':')[0]}:training.replay=false", scores)
+        common = sorted(scores.keys() & plain.keys())
+        changes = ([scores[s][name] - plain[s][name] for s in common] for name in SCORES)
+        means = (fmean(score[name] for score in scores.values()) for name in SCORES)
+        name = variant.replace("training.", "").replace("replay.", "")
+        shown.append([name, *map(_text, SCORES, means)])
+        if plain is not scores and len(common) > 1:
+            shown.append(["- difference", *map(_interval, SCORES, changes)])
+    return Table(str(path), ["variant", *SCORES.values()], shown)
+
+
+def _text(name: str, value: float) -> str:
+    return f"{100 * value:.0f}" if "%" in SCORES[name] else f"{value:.3g}"
+
+
+def _interval(name: str, values: list[float]) -> str:
+    """Return a mean over seeds with its 95 % interval (Student's t)."""
+    mean = fmean(values)
+    half = float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
+    return f"{_text(name, mean)} [{_text(name, mean - half)}, {_text(name, mean + half)}]"
+
+
 def main() -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("variants", nargs="+")
+    parser.add_argument("variants", nargs="*")
+    parser.add_argument("--table", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--final", action="store_true")
@@ -217,7 +299,10 @@ def main() -> None:
     parser.add_argument("--clients", nargs="+", default=PEOPLE)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    table = options.out / ("final.jsonl" if options.final else "scores.jsonl")
+    scored = options.out / ("final.jsonl" if options.final else "scores.jsonl")
+    if options.table:
+        Console(width=140).print(table(scored))
+        return
     for variant, seed in itertools.product(options.variants, options.seeds):
         path = options.out / f"{variant.replace(':', '+').replace('/', '-')}+{seed}"
         values = run_values(variant, seed)
@@ -245,7 +330,7 @@ def main() -> None:
                     if isinstance(module, LoraPair):
                         module.B.data.mul_(float(scale))
             line |= scorer.score(model, client, digest)
-            with table.open("a") as file:
+            with scored.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             shown = {k: round(v, 3) for k, v in line.items() if isinstance(v, float)}
             print(variant, seed, client, shown, flush=True)

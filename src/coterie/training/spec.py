@@ -77,7 +77,7 @@ class ReplaySpec(Section):
     weight: PositiveFloat = 1.0
     """weight of the general samples' divergence from the base, in nats per token, against the
     training loss"""
-    start: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    start: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """fraction of the run's steps after which replay begins"""
     text: Literal["list", "sampled"] | tuple[GeneralText, ...] = "list"
     """general samples: list, for the requests and texts that ship with Coterie, with the base's own
