@@ -14,8 +14,9 @@ from coterie import CoterieError
 from coterie.adapters import Parameter, Selects, of_roles
 from coterie.messages import State
 from coterie.methods.tensors import copied, copy
+from coterie.training.general import GeneralSamples, Replay
 from coterie.training.optimiser import REFUSED, classes
-from coterie.training.spec import TrainingSpec
+from coterie.training.spec import ReplaySpec, TrainingSpec
 from coterie.training.update import Piece, Updater
 
 KINDS: dict[str, Any] = {name: name for name in sorted(classes().keys() - REFUSED)} | {
@@ -258,25 +259,54 @@ def test_moments_go_where_their_parameters_are(kind: str) -> None:
         assert not wrong
 
 
-def test_a_second_loss_is_added_to_the_first() -> None:
-    summed, apart = (Weights(learning_rate=0.1) for _ in range(2))
+def gradients(weights: Weights, step: int) -> dict[str, Tensor]:
+    tensors = weights.tensors()
+    loss = loss_of(tensors, step)
+    return dict(zip(tensors, torch.autograd.grad(loss, [*tensors.values()]), strict=True))
 
-    def both() -> Tensor:
-        first, second, third = (loss_of(summed.all, step) for step in range(3))
-        return first + 0.5 * (0.75 * second + 0.25 * third)
 
-    summed.updater.update(both, 0.1, where="")
-    pieces = [
-        Piece(lambda n=n: 0.5 * loss_of(apart.all, n), terms) for n, terms in ((1, 3), (2, 1))
-    ]
-    loss = apart.updater.update(lambda: loss_of(apart.all, 0), 0.1, where="", beside=pieces)
-    assert loss == pytest.approx(loss_of(Weights().all, 0).item())
-    for name, tensor in summed.values().items():
-        torch.testing.assert_close(apart.values()[name], tensor)
+def norm(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
+
+
+@pytest.mark.parametrize("ratio", [0.2, 100])
+def test_the_gradient_of_a_second_loss_is_shortened_and_added(ratio: float) -> None:
+    weights = Weights(learning_rate=0.1, optimiser="sgd")
+    weights.updater.context.replay = Replay(
+        ReplaySpec(max_grad_ratio=ratio), GeneralSamples((), ())
+    )
+    before, first = weights.values(), gradients(weights, 0)
+    parts = [gradients(weights, step) for step in (1, 2)]
+    second = {name: 0.75 * parts[0][name] + 0.25 * parts[1][name] for name in first}
+    factor = min(1, ratio * norm(first) / norm(second))
+    assert (factor < 1) == (ratio < 1)
+    pieces = [Piece(lambda n=n: loss_of(weights.all, n), terms) for n, terms in ((1, 3), (2, 1))]
+    loss = weights.updater.update(lambda: loss_of(weights.all, 0), 0.1, where="", beside=pieces)
+    assert loss == pytest.approx(loss_of(before, 0).item())
+    for name, tensor in weights.values().items():
+        step = first[name] + factor * second[name]
+        torch.testing.assert_close(tensor, before[name] - 0.1 * step)
+
+
+def test_gradients_that_other_updates_left_are_not_shortened() -> None:
+    weights = Weights(learning_rate=0.1, optimiser="sgd")
+    weights.updater.context.replay = Replay(ReplaySpec(max_grad_ratio=1), GeneralSamples((), ()))
+    before, left, first = weights.values(), gradients(weights, 3), gradients(weights, 0)
+    second = gradients(weights, 1)
+    for name, tensor in weights.tensors().items():
+        tensor.grad = left[name].clone()
+    own = {name: left[name] + first[name] for name in left}
+    factor = min(1, norm(own) / norm(second))
+    beside = [Piece(lambda: loss_of(weights.all, 1), 1)]
+    weights.updater.update(lambda: loss_of(weights.all, 0), 0.1, where="", beside=beside)
+    for name, tensor in weights.values().items():
+        step = own[name] + factor * second[name]
+        torch.testing.assert_close(tensor, before[name] - 0.1 * step)
 
 
 def test_a_second_loss_that_is_not_finite_changes_nothing() -> None:
     weights = Weights()
+    weights.updater.context.replay = Replay(ReplaySpec(), GeneralSamples((), ()))
     before = weights.values()
     beside = [Piece(lambda: loss_of(weights.all, 1) * math.inf, 1)]
     with pytest.raises(CoterieError, match="not finite"):

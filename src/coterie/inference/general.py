@@ -36,9 +36,9 @@ from coterie.training.spec import ReplaySpec
 
 FORMAT = 1
 """The version of the cached answers. A new version invalidates all cached answers."""
-ANSWER = 16
+ANSWER = 12
 """The maximum number of tokens of an answer to a request."""
-LONGEST = 64
+LONGEST = 40
 """The maximum number of tokens of a text, including texts that the base writes."""
 WRITTEN = {"train": 32, "held out": 8}
 """The numbers of texts that a base writes for training and for measuring drift."""

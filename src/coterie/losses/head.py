@@ -18,6 +18,9 @@ from torch.nn import functional as F
 LOGITS_AT_ONCE = {"cpu": 24_000_000, "cuda": 64_000_000}
 """The largest number of logits computed at once on each device type (24 million take 96 MB)."""
 
+COPIES = 8
+"""The number of tensors of the logits' size that a divergence needs at once."""
+
 
 class HeadLosses(torch.autograd.Function):
     """The cross-entropy between soft targets and the predictions of a frozen output head.
@@ -81,7 +84,7 @@ class HeadDivergences(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, earlier: Tensor, weight: Tensor) -> Tensor:
         divergences, grads = [], []
-        count = pieces(hidden, weight)
+        count = min(len(hidden), COPIES * pieces(hidden, weight))
         for states in zip(hidden.tensor_split(count), earlier.tensor_split(count), strict=True):
             logits = (at_least_float(h @ weight.t()) for h in states)
             own, target = (values.log_softmax(-1) for values in logits)

@@ -77,6 +77,9 @@ class ReplaySpec(Section):
     weight: PositiveFloat = 1.0
     """weight of the general samples' divergence from the base, in nats per token, against the
     training loss"""
+    max_grad_ratio: PositiveFloat = 0.5
+    """maximum norm of the gradient from general samples, as a fraction of the norm of the batch's
+    gradient, enforced by shortening"""
     start: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """fraction of the run's steps after which replay begins"""
     text: Literal["list", "sampled"] | tuple[GeneralText, ...] = "list"

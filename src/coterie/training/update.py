@@ -1,11 +1,13 @@
 """Updates of an adapter's parameters, for local training and for distillation."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from coterie.adapters import Selects, Trainable
 from coterie.bases.precision import autocast
@@ -73,9 +75,10 @@ class Updater:
                 forward pass of each piece, and the mean over the pieces is used. A load-balancing
                 penalty is therefore computed within each piece.
             where: The point in training that error messages mention, such as "at step 12".
-            beside: The pieces of the second loss, which is the mean over their terms. They are
-                computed first, so that after the update, the adapter's records of the last forward
-                pass are those of the batch.
+            beside: The pieces of the second loss, which is the mean over their terms. Its gradient
+                is shortened to at most `training.replay.max_grad_ratio` times the norm of the other
+                gradient. The pieces are computed first, so that after the update, the adapter's
+                records of the last forward pass are those of the batch.
 
         Returns:
             The first loss, without the penalty. Its unit is nats per token, except for the loss of
@@ -91,8 +94,11 @@ class Updater:
         self.adapter.require_grad(lambda p: self.selects(p) or self.leaves(p))
         try:
             with enough_memory("a training step", self._memory_settings):
+                earlier = self._exchanged({}) if beside else {}
                 extra = [self._add_gradient(p, p.terms / extra_terms, None) for p in beside]
+                second = self._exchanged(earlier) if beside else {}
                 losses = [self._add_gradient(p, p.terms / terms, penalty) for p in pieces]
+                self._add_shortened(second)
                 # Reading a value synchronises a GPU, so all values are read together at the end.
                 values: list[list[float]] = torch.stack([*losses, *extra]).tolist()
             if not all(math.isfinite(value) for pair in values for value in pair):
@@ -130,6 +136,34 @@ class Updater:
             total = loss if penalty is None else loss + penalty().to(loss.device)
         (total * share).backward()
         return torch.stack([loss.detach(), total.detach().to(loss.dtype)])
+
+    def _exchanged(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Replace the gradients of all parameters, and return the replaced gradients."""
+        tensors = self.adapter.tensors()
+        replaced = {name: p.grad for name, p in tensors.items() if p.grad is not None}
+        for name, parameter in tensors.items():
+            parameter.grad = gradients.get(name)
+        return replaced
+
+    def _add_shortened(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add the gradients of replay, shortened in proportion to those that are there.
+
+        Without this, they would often be the longer ones, and an optimiser that divides by the
+        gradients' size, such as AdamW, would then learn the private text more slowly.
+        """
+        if not gradients:
+            return
+        replay = self.context.replay
+        assert replay is not None, "only replay adds a second loss"
+        trained = [n for n, p in self.parameters.items() if n in gradients and p.grad is not None]
+        own = get_total_norm([cast(Tensor, self.parameters[name].grad) for name in trained])
+        norm = get_total_norm([gradients[name] for name in trained])
+        most = replay.spec.max_grad_ratio * own / norm.clamp_min(torch.finfo(norm.dtype).tiny)
+        factor = most.clamp_max(1)
+        for name, parameter in self.adapter.tensors().items():
+            if (gradient := gradients.get(name)) is not None:
+                added = gradient * factor.to(gradient.device)
+                parameter.grad = added if parameter.grad is None else parameter.grad.add_(added)
 
     def _memory_settings(self) -> list[str]:
         """Return texts that name settings with which a training step needs less memory.
