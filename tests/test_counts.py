@@ -12,7 +12,7 @@ LIMITS = {
     "lines of src": 32_600,
     "lines of tests": 38_600,
     "lines of papers": 3_850,
-    "lines of benchmarks": 2_600,
+    "lines of benchmarks": 2_700,
     "lines of scripts": 1_030,
     "lines of examples": 480,
     "words": 50_000,
