@@ -1,7 +1,7 @@
 """The update loop against torch's own, whichever optimiser; and its moments come back."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,13 +31,14 @@ ROLES: dict[str, str] = {"a": "dense", "b": "dense", "c": "router"}
 class Weights:
     """A `Trainable`, as far as updates need one: matrices (4, 3), by name; and their updater."""
 
-    def __init__(self, *roles: str, device: str = "cpu", **training: Any) -> None:
+    def __init__(self, *roles: str, device: str = "cpu", ratio: float = 1, **training: Any) -> None:
         chance = torch.Generator().manual_seed(0)
         values = {n: torch.randn(4, 3, generator=chance) for n in sorted(ROLES)}
         self.all = {n: nn.Parameter(tensor.to(device)) for n, tensor in values.items()}
         base = SimpleNamespace(precision="fp32", device=torch.device("cpu"))
         spec = TrainingSpec(precision="fp32", **training)
-        context: Any = SimpleNamespace(name="poet", base=base, training=spec)
+        replay = Replay(ReplaySpec(max_grad_ratio=ratio), GeneralSamples((), ()))
+        context: Any = SimpleNamespace(name="poet", base=base, training=spec, replay=replay)
         owner: Any = self
         self.updater = Updater(context, owner, of_roles(*roles or ("dense", "router")))
 
@@ -55,7 +56,7 @@ class Weights:
         return copied(self.all)
 
 
-def loss_of(parameters: dict[str, nn.Parameter], step: int) -> Tensor:
+def loss_of(parameters: Mapping[str, Tensor], step: int) -> Tensor:
     """Return the loss of a linear model on the batch of a step."""
     chance = torch.Generator().manual_seed(step)
     x, y = torch.randn(8, 4, generator=chance), torch.randn(8, 3, generator=chance)
@@ -271,10 +272,7 @@ def norm(gradients: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("ratio", [0.2, 100])
 def test_the_gradient_of_a_second_loss_is_shortened_and_added(ratio: float) -> None:
-    weights = Weights(learning_rate=0.1, optimiser="sgd")
-    weights.updater.context.replay = Replay(
-        ReplaySpec(max_grad_ratio=ratio), GeneralSamples((), ())
-    )
+    weights = Weights(learning_rate=0.1, optimiser="sgd", ratio=ratio)
     before, first = weights.values(), gradients(weights, 0)
     parts = [gradients(weights, step) for step in (1, 2)]
     second = {name: 0.75 * parts[0][name] + 0.25 * parts[1][name] for name in first}
@@ -290,7 +288,6 @@ def test_the_gradient_of_a_second_loss_is_shortened_and_added(ratio: float) -> N
 
 def test_gradients_that_other_updates_left_are_not_shortened() -> None:
     weights = Weights(learning_rate=0.1, optimiser="sgd")
-    weights.updater.context.replay = Replay(ReplaySpec(max_grad_ratio=1), GeneralSamples((), ()))
     before, left, first = weights.values(), gradients(weights, 3), gradients(weights, 0)
     second = gradients(weights, 1)
     for name, tensor in weights.tensors().items():
@@ -306,7 +303,6 @@ def test_gradients_that_other_updates_left_are_not_shortened() -> None:
 
 def test_a_second_loss_that_is_not_finite_changes_nothing() -> None:
     weights = Weights()
-    weights.updater.context.replay = Replay(ReplaySpec(), GeneralSamples((), ()))
     before = weights.values()
     beside = [Piece(lambda: loss_of(weights.all, 1) * math.inf, 1)]
     with pytest.raises(CoterieError, match="not finite"):
