@@ -301,6 +301,23 @@ def test_gradients_that_other_updates_left_are_not_shortened() -> None:
         torch.testing.assert_close(tensor, before[name] - 0.1 * step)
 
 
+def test_gradients_that_only_a_second_loss_has_count_in_its_norm() -> None:
+    weights = Weights(learning_rate=0.1, optimiser="sgd", ratio=0.2)
+    before = weights.values()
+    first = {name: g for name, g in gradients(weights, 0).items() if name != "c"}
+    second = {name: 5 * gradient for name, gradient in gradients(weights, 1).items()}
+
+    def without_c() -> Tensor:
+        return loss_of({**weights.all, "c": weights.all["c"].detach()}, 0)
+
+    beside = [Piece(lambda: 5 * loss_of(weights.all, 1), 1)]
+    weights.updater.update(without_c, 0.1, where="", beside=beside)
+    factor = 0.2 * norm(first) / norm(second)
+    for name, tensor in weights.values().items():
+        step = factor * second[name] + first.get(name, 0)
+        torch.testing.assert_close(tensor, before[name] - 0.1 * step)
+
+
 def test_a_second_loss_that_is_not_finite_changes_nothing() -> None:
     weights = Weights()
     before = weights.values()

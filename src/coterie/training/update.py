@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -155,9 +154,8 @@ class Updater:
             return
         replay = self.context.replay
         assert replay is not None, "only replay adds a second loss"
-        trained = [n for n, p in self.parameters.items() if n in gradients and p.grad is not None]
-        own = get_total_norm([cast(Tensor, self.parameters[name].grad) for name in trained])
-        norm = get_total_norm([gradients[name] for name in trained])
+        own = get_total_norm([p.grad for p in self.parameters.values() if p.grad is not None])
+        norm = get_total_norm([gradients[name] for name in self.parameters if name in gradients])
         most = replay.spec.max_grad_ratio * own / norm.clamp_min(torch.finfo(norm.dtype).tiny)
         factor = most.clamp_max(1)
         for name, parameter in self.adapter.tensors().items():
