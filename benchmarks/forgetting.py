@@ -1,6 +1,6 @@
 """Train assistants with and without replay, and measure what they have learnt and forgotten.
 
-    python benchmarks/forgetting.py --out DIR --seeds 0 1 2 [--final] NAME[:KEY=VALUE,...] ...
+    python benchmarks/forgetting.py NAME[:KEY=VALUE,...] ... --out DIR --seeds 0 1 2 [--final]
     python benchmarks/forgetting.py --out DIR [--final] --table
 
 With --table, the scores in DIR are shown: means over people and seeds, and the mean difference from

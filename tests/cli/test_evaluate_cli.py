@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,12 @@ doc_to_choice: CHOICES
 doc_to_target: "{{answer}}"
 metric_list: [{metric: acc}]
 """
+
+
+@pytest.fixture(scope="module")
+def chatted(chatted, tmp_path_factory) -> Path:
+    """Return a copy: scores that are stored here would be shown by other modules' tests."""
+    return shutil.copytree(chatted, tmp_path_factory.mktemp("evaluated") / "run")
 
 
 @pytest.fixture(scope="module")
