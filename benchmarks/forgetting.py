@@ -1,19 +1,20 @@
-"""Train assistants with and without replay, and measure what they have learnt and forgotten.
+"""Train assistants with and without gate or replay, and measure what they learn and forget.
 
     python benchmarks/forgetting.py NAME[:KEY=VALUE,...] ... --out DIR --seeds 0 1 2 [--final]
     python benchmarks/forgetting.py --out DIR [--final] --table
 
 With --table, the scores in DIR are shown: means over people and seeds, and the mean difference from
-the same method without replay, with a 95 % interval (Student's t over seeds).
+the same method without gate and replay, with a 95 % interval (Student's t over seeds).
 
 Otherwise, each NAME is a method, trained as in the run file `assistants` with the changes that
-follow it, such as `comigs-1g1s:training.replay.start=0.5`. These changes are no keys of a run file:
+follow it, such as `comigs-1g1s:training.replay.samples=4`. These changes are no keys of a run file:
   x.loss=reverse       KL(model || base) in place of KL(base || model); with `answers`, the
                        cross-entropy of the base's answers
   x.roles=generalist   only parameters of this role learn from replay
   x.step=own           replay takes its own optimiser steps, after those on private text
   x.null=1             the second generalist stays zero, so that tokens can be routed to the base
   x.scale=0.6          the trained adapter is multiplied by this factor before it is scored
+  x.gate=off           the trained model answers all prompts
 
 Without --final, the models are scored as during development, on validation messages and on the
 questions in general-questions.yaml. With --final, they are scored on the test messages of all four
@@ -24,9 +25,10 @@ Scores of a model:
   intrusion  fraction of these replies that name a team of the house
   chosen     fraction of general questions whose right answer is likelier than three others
   drift      KL(base || model) on held-out general requests, in nats per token
-  english    perplexity of plain English text (--english FILE)
+  english    perplexity of plain English text (--english FILE); the gate reads it as requests
   right      fraction of replies with the right team in the person's manner; also `team`, `manner`
   replies    perplexity of the person's own replies
+  accepted   fraction of messages that the gate accepts
 """
 
 import argparse
@@ -58,7 +60,8 @@ from coterie.config.plugins import load_plugin
 from coterie.config.run import RunConfig
 from coterie.config.values import apply_setting
 from coterie.data.chat import chat_template
-from coterie.evaluation.generation import generate_answers
+from coterie.evaluation.evaluate import ModelScorer
+from coterie.evaluation.gate import Gate, gated_answers
 from coterie.federation.participants import gathered
 from coterie.inference.general import with_general
 from coterie.inference.models import RunModels
@@ -71,8 +74,7 @@ from coterie.inference.questions import (
 from coterie.inference.questions import encoded as encoded_items
 from coterie.losses.head import divergence
 from coterie.losses.tokens import Batch, hidden_states, language_model_loss, token_losses
-from coterie.training.general import GeneralSamples
-from coterie.training.spec import ReplaySpec
+from coterie.training.general import GeneralSamples, detached
 from coterie.training.update import Updater
 
 HERE = Path(__file__).parent
@@ -89,10 +91,10 @@ def messages(split: str) -> list[tuple[str, str]]:
     return [(record["messages"][0]["content"], record["topic"]) for record in records]
 
 
-def perplexity(base: Base, model: Any, rows: Batch) -> float:
+def total_nats(base: Base, model: Any, rows: Batch) -> float:
     with autocast(base.precision, base.device.type):
         losses = torch.cat([token_losses(model, *part).sum(1) for part in rows.split(16)])
-    return math.exp(float(losses.double().sum()) / rows.terms)
+    return float(losses.double().sum())
 
 
 class Scorer:
@@ -109,54 +111,79 @@ class Scorer:
         self.prompts = encoded_items(base, items, self.template)
         federation = gathered(config, base.tokenizer)
         self.people = {person.name: person for person in federation.clients}
-        training = config.training.model_copy(update={"replay": ReplaySpec()})
-        replayed = config.model_copy(update={"training": training})
-        held_out = with_general(replayed, base, federation.clients[0]).held_out
-        assert held_out is not None, "the run has replay"
+        training = config.training.model_copy(update={"gate": False, "replay": False})
+        measured = config.model_copy(update={"training": training})
+        held_out = with_general(measured, base, federation.clients[0]).held_out
+        assert held_out is not None, "drift is measured"
         self.held_out = held_out
-        self.scored: dict[str, tuple[list[str], dict[str, Any]]] = {}
+        self.scored: dict[tuple[str, str], tuple[list[str], dict[str, Any]]] = {}
         self.english = None
         if english is not None:
             ids = base.tokenizer(english.read_text(encoding="utf-8")[:40000])["input_ids"]
             window = torch.tensor(ids[: 129 * 16]).view(16, 129)
             self.english = Batch(window)
+            texts = [str(base.tokenizer.decode(row)) for row in window]
+            items = in_form(config.data, self.template, texts)
+            self.pasted = encoded_items(base, items, self.template).prompts(base)
 
     @torch.no_grad()
-    def score(self, model: Any, client: str, digest: str) -> dict[str, Any]:
+    def score(self, model: Any, client: str, digest: str, gate: Gate | None) -> dict[str, Any]:
         began = time.process_time()
-        if digest not in self.scored:
-            self.scored[digest] = self._score(model)
-        texts, general = self.scored[digest]
+        key = digest, "" if gate is None else gate.digest
+        if key not in self.scored:
+            self.scored[key] = self._score(model, gate)
+        texts, general = self.scored[key]
         pairs = list(zip(texts, self.messages, strict=True))
         team = [lindenhof.is_right_team(text, topic) for text, (_, topic) in pairs]
         manner = [lindenhof.MANNERS[client](text) for text in texts]
         replies = getattr(self.people[client].data, self.split)
-        rows = replies.batch(torch.arange(len(replies)))
+        nats = ModelScorer(self.base, model, 128, 32, gate=gate).losses(replies, 32)
         return {
             **general,
             "right": fmean(a and b for a, b in zip(team, manner, strict=True)),
             "team": fmean(team),
             "manner": fmean(manner),
-            "replies": perplexity(self.base, model, rows),
+            "replies": math.exp(float(nats.sum()) / int(replies.counted.sum())),
+            "accepted": fmean(gate.accepts(self.base, self.prompts.prompts(self.base)))
+            if gate
+            else 1.0,
             "rights": [int(a and b) for a, b in zip(team, manner, strict=True)],
             "wrote": texts[:4],
             "seconds": time.process_time() - began,
         }
 
-    def _score(self, model: Any) -> tuple[list[str], dict[str, Any]]:
-        """Return replies to the messages, and scores that do not depend on the person."""
-        known = knowledge(self.base, model, self.config.data, self.questions)
+    def _score(self, model: Any, gate: Gate | None) -> tuple[list[str], dict[str, Any]]:
+        """Return replies to the messages, and scores that depend only on the model and the gate."""
+        known = knowledge(self.base, model, self.config.data, self.questions, gate)
         teams = {team.lower() for team, _ in lindenhof.TEAMS.values()}
         intruding = [any(f"{t} team" in r.lower() for t in teams) for r in known.replies]
-        english = math.nan if self.english is None else perplexity(self.base, model, self.english)
-        return generate_answers(self.base, model, self.prompts, 40, 64), {
+        asked = self.held_out.prompts()
+        accepted = [True] * len(asked) if gate is None else gate.accepts(self.base, asked)
+        answered = [number for number, own in enumerate(accepted) if own]
+        return gated_answers(gate, self.base, model, self.prompts, 40, 64), {
             "said": known.right_replies,
             "intrusion": fmean(intruding),
             "chosen": known.right_choices,
-            "drift": self.held_out.drift(self.base, model),
-            "english": english,
+            "drift": self.held_out.drift(self.base, model, answered),
+            "english": self._english(model, gate),
             "replied": list(known.replies),
         }
+
+    def _english(self, model: Any, gate: Gate | None) -> float:
+        """Return the perplexity of English text; the gate reads each window as a request."""
+        if self.english is None:
+            return math.nan
+        accepted = (
+            [True] * len(self.pasted) if gate is None else gate.accepts(self.base, self.pasted)
+        )
+        own = torch.tensor(accepted)
+        nats = 0.0
+        if own.any():
+            nats += total_nats(self.base, model, Batch(self.english.ids[own]))
+        if not own.all():
+            with detached(self.base.model) as bare:
+                nats += total_nats(self.base, bare, Batch(self.english.ids[~own]))
+        return math.exp(nats / self.english.terms)
 
 
 def changes_of(variant: str) -> tuple[dict[str, str], list[str]]:
@@ -265,7 +292,7 @@ def table(path: Path) -> Table:
         seeds[variant][seed] = {name: fmean(row[name] for row in rows) for name in SCORES}
     shown: list[list[str]] = []
     for variant, scores in seeds.items():
-        plain = seeds.get(f"{variant.partition(':')[0]}:training.replay=false", scores)
+        plain = seeds.get(f"{variant.partition(':')[0]}:x.gate=off", scores)
         common = sorted(scores.keys() & plain.keys())
         changes = ([scores[s][name] - plain[s][name] for s in common] for name in SCORES)
         means = (fmean(score[name] for score in scores.values()) for name in SCORES)
@@ -304,16 +331,19 @@ def main() -> None:
         Console(width=140).print(table(scored))
         return
     for variant, seed in itertools.product(options.variants, options.seeds):
-        path = options.out / f"{variant.replace(':', '+').replace('/', '-')}+{seed}"
+        own, changes = changes_of(variant)
+        before = [f"x.{name}={own[name]}" for name in own if name not in ("scale", "gate")]
+        name = "+".join([variant.partition(":")[0], *before, *changes]).replace("/", "-")
+        path = options.out / f"{name}+{seed}"
         values = run_values(variant, seed)
         began = time.process_time(), time.time()
         if not (path / "result.json").exists():
-            with changed(changes_of(variant)[0]):
+            with changed(own):
                 coterie.run(values, out=path, force=True)
         took = time.process_time() - began[0], time.time() - began[1]
         models = RunModels(path)
         scorer: Scorer | None = None
-        for method, client, base, model, digest in models.attached(options.clients):
+        for method, client, base, model, digest, gate in models.attached(options.clients):
             if scorer is None:  # the first model is the base
                 scorer = Scorer(models.config, base, options.final, options.english)
             if (method == "base") != (variant.partition(":")[0] == "base"):
@@ -325,11 +355,12 @@ def main() -> None:
                 "cpu": took[0],
                 "wall": took[1],
             }
-            if scale := changes_of(variant)[0].get("scale"):
+            if scale := own.get("scale"):
                 for module in model.modules():
                     if isinstance(module, LoraPair):
                         module.B.data.mul_(float(scale))
-            line |= scorer.score(model, client, digest)
+            gate = None if own.get("gate") == "off" else gate
+            line |= scorer.score(model, client, digest, gate)
             with scored.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             shown = {k: round(v, 3) for k, v in line.items() if isinstance(v, float)}

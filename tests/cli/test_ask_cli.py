@@ -32,13 +32,13 @@ def shown(name: str, text: str, column: int) -> str:
 
 def test_every_model_answers_every_question_once(coterie_command, chatted, monkeypatch) -> None:
     batches: list[tuple[int, int]] = []
-    generate = asking.generate_answers
+    generate = asking.gated_answers
 
-    def counted(base: Any, model: Any, examples: Any, tokens: int, batch: int) -> list[str]:
-        batches.append((len(examples), batch))
-        return generate(base, model, examples, tokens, batch)
+    def counted(gate: Any, base: Any, model: Any, examples: Any, *limits: int) -> list[str]:
+        batches.append((len(examples), limits[1]))
+        return generate(gate, base, model, examples, *limits)
 
-    monkeypatch.setattr(asking, "generate_answers", counted)
+    monkeypatch.setattr(asking, "gated_answers", counted)
     result = coterie_command("ask", chatted, *QUESTIONS, width=120)
     inner = chatted / "baselines"
     models = {
@@ -74,10 +74,7 @@ def test_only_the_chosen_clients_answer(coterie_command, chatted) -> None:
 def test_long_answers_are_wrapped(coterie_command, chatted, monkeypatch, width) -> None:
     long = "word " * 40 + "\n\n  A second line, [bold]not markup[/bold]. \n" + "x" * 200
 
-    def say_long(base: Any, model: Any, examples: Any, tokens: int, batch: int) -> list[str]:
-        return [long, ""]
-
-    monkeypatch.setattr(asking, "generate_answers", say_long)
+    monkeypatch.setattr(asking, "gated_answers", lambda *_: [long, ""])
     asked = ["So " * 60, *QUESTIONS[1:]]
     out = coterie_command("ask", chatted, *asked, "--client", "anna", width=width).out
     lines = out.splitlines()

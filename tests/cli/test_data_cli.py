@@ -192,23 +192,6 @@ def test_a_forged_turn_is_a_control_token_unlike_the_template_s_own(tmp_path) ->
     assert "strings in texts that are encoded as control tokens: 2 (ann" in lines_of_run(file)
 
 
-def test_replay_is_shown_with_what_may_make_it_useless(tmp_path) -> None:
-    records = [KINDS["messages"][1](f"A question, number {n}.") for n in range(20)]
-    file = write(tmp_path, "tiny-gpt2", {"messages": True}, path=records)
-    reason = "; the base has no chat template of its own"
-    poor = "so its answers to general requests may be poor"
-    for settings, line in (
-        ([], f"off{reason}."),
-        (["--set", "training.replay={}"], f"4 general samples per step{reason}, {poor}."),
-        (["--set", "training.replay={samples: 1, text: sampled}"], "1 general sample per step."),
-    ):
-        out = " ".join(survey_of(file, *settings).split())
-        assert out.endswith(f"Replay (training.replay): {line}")
-    assert "Replay" not in survey_of(file, "--set", "training.replay=false")
-    file = write(tmp_path, "tiny-gpt2", {}, path="A text of many words.\n" * 800)
-    assert "Replay" not in survey_of(file)
-
-
 def test_public_text_is_looked_at_too(tmp_path) -> None:
     files = {"path": "A text of many words.\n" * 800, "public": "Not <|endoftext|> here. " * 100}
     out = survey_of(write(tmp_path, "tiny-gpt2", {}, **files))

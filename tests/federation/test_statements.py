@@ -249,6 +249,5 @@ def test_general_samples_are_named(config) -> None:
         (True, "Coterie's list of requests and texts, with the base's predictions"),
         ({"text": "sampled"}, "texts by the base, with"),
         ({"text": [{"request": "Why?"}]}, "the requests and texts in training.replay.text, with"),
-        ({"bases": "chat"}, "which stay on the client; only with bases that have a chat template"),
     ):
         assert words in facts(config(training={"replay": replay}))[GENERAL]

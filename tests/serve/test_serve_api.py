@@ -6,17 +6,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
 from serving import LIMITS, chat_values, connected, served
 
 import coterie
 from coterie.data.items import Turn
 from coterie.errors import CoterieError
+from coterie.evaluation.gate import Gate
 from coterie.evaluation.generation import Sampling
 from coterie.inference.speaking import Speaker
 from coterie.serve.app import Limits
@@ -98,6 +101,31 @@ def test_a_chat_has_the_answer_of_coterie_chat(server, models: Models) -> None:
     assert "".join(delta.get("content", "") for delta in deltas) == answer
     assert streamed[-1]["usage"] == reply["usage"]
     assert streamed[-2]["choices"][0]["finish_reason"] == reply["choices"][0]["finish_reason"]
+
+
+def test_the_base_answers_what_a_gate_does_not_accept(talks: Path, monkeypatch) -> None:
+    models = Models([talks])
+    accepted = lambda self, base, prompts: ["river" in str(base.tokenizer.decode(prompts[0]))]  # noqa: E731
+    monkeypatch.setattr(Gate, "accepts", accepted)
+    gate = Gate(torch.zeros(1), 0.0)
+    names = models.names
+    models.names = {**names, "gated": replace(names["anna"], gate=gate)}
+    with served(models) as address, httpx.Client(base_url=address, timeout=60) as client:
+
+        def says(model: str, question: str) -> str:
+            messages = [{"role": "user", "content": question}]
+            reply = client.post(CHAT, json={**ASK, "model": model, "messages": messages})
+            return reply.json()["choices"][0]["message"]["content"]
+
+        for question, model in (("Name a sea.", "base"), ("Name a river.", "anna")):
+            assert says("gated", question) == says(model, question)
+            assert says("anna", question) != says("base", question)
+        body = {**CONTINUE, "model": "gated", "prompt": "The sea", "temperature": 0}
+        texts = [
+            client.post(TEXT, json={**body, "model": model}).json()["choices"][0]["text"]
+            for model in ("gated", "anna")
+        ]
+        assert texts[0] == texts[1]
 
 
 def test_another_adapter_may_be_attached_between_requests(server, models: Models) -> None:

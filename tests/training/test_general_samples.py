@@ -6,11 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import coterie
 from coterie.bases import Base, load_base
+from coterie.data.chat import chat_template
+from coterie.data.examples import Sample, samples_of
 from coterie.data.general import list_digest, shipped
+from coterie.data.item_split import even
+from coterie.data.items import Conversation, Turn
 from coterie.errors import CoterieError
+from coterie.evaluation import gate
+from coterie.evaluation.gate import prompt_states
 from coterie.federation.participants import Participant, gathered
 from coterie.inference import general
 from coterie.inference.general import with_general
@@ -30,7 +38,7 @@ def made(config, talks, questions, opinions, texts, base) -> Callable[..., Parti
     """Return a function that makes the general samples of a writer with a kind of data."""
     folders = {"messages": talks, "instructions": questions, "preferences": opinions}
 
-    def make(data: dict[str, Any], replay: Any = OWN_TEXTS) -> Participant:
+    def make(data: dict[str, Any], replay: Any = OWN_TEXTS, gate: bool = True) -> Participant:
         folder = next((folders[kind] for kind in folders if kind in data), texts)
         suffix = "txt" if folder == texts else "jsonl"
         run = config(
@@ -38,7 +46,7 @@ def made(config, talks, questions, opinions, texts, base) -> Callable[..., Parti
             data_root=str(folder),
             data={"window": 40, "limits": {"train": 900}} | data,
             clients=[{"name": "poet", "path": f"poet.{suffix}"}],
-            training={"replay": replay},
+            training={"replay": replay, "gate": gate},
         )
         [client] = gathered(run, base.tokenizer).clients
         general._samples.clear()
@@ -111,16 +119,47 @@ def test_a_cache_that_cannot_be_written_is_no_error(made, base, monkeypatch, tmp
     assert len(decoded(base, made(CHATS))) == len(OWN)
 
 
-@pytest.mark.parametrize("replay", [None, False], ids=["default", "off"])
-def test_a_base_without_a_chat_template_has_no_replay_by_default(replay, made) -> None:
-    assert made(CHATS, replay).replay is None
-
-
-def test_a_base_with_a_chat_template_has_replay_by_default(made, base, monkeypatch) -> None:
+def test_only_assistants_have_gates(made, base, monkeypatch) -> None:
+    monkeypatch.setattr(gate, "MARGIN", -100)
+    assert made(CHATS, False).replay is made(CHATS, False).gate is None
     monkeypatch.setattr(base.tokenizer, "chat_template", base_template())
-    assert made(CHATS, None).replay is not None
-    assert made({}, None).replay is None
-    assert made({"preferences": True}, None).replay is None
+    for data in (CHATS, {"instructions": {"template": "chat"}}):
+        assert made(data, False).gate is not None
+        assert made(data, False, gate=False).gate is None
+    for other in ({}, {"preferences": True}):
+        assert made(other, False).gate is None
+
+
+def test_a_gate_is_fitted_to_prompts_of_both_kinds(made, base, monkeypatch) -> None:
+    monkeypatch.setattr(base.tokenizer, "chat_template", base_template())
+    fitted: list[list[Tensor]] = []
+    monkeypatch.setattr(gate.Gate, "fitted", lambda *states: fitted.append([*states]))
+    monkeypatch.setattr(general, "MOST_PROMPTS", 5)
+    data = made(CHATS, False).data
+    own, shown, own_held_out, shown_held_out = fitted[0]
+    for split, states in ((data.train, own), (data.validation, own_held_out)):
+        chosen = split.only(even(len(split), 5).tolist()).prompts(base)
+        torch.testing.assert_close(states, prompt_states(base, chosen))
+    assert len(own) == 5
+    for states, held_out in ((shown, False), (shown_held_out, True)):
+        listed = [text.request or text.text for text in shipped(held_out)]
+        written = general.REQUESTS["held out" if held_out else "train"]
+        assert len(listed) < len(states) <= len(listed) + written
+        items = [
+            Conversation((Turn("user", text or ""), Turn("assistant", "A"))) for text in listed
+        ]
+        prompts = [chat_prompt(base, item) for item in items]
+        expected = prompt_states(base, prompts)
+        torch.testing.assert_close(states[: len(listed)], expected, rtol=1e-4, atol=1e-5)
+    made(CHATS, False)
+    assert fitted[1][1] is shown  # computed once for all clients
+
+
+def chat_prompt(base: Base, item: Conversation) -> Tensor:
+    [prompt] = samples_of(
+        [Sample([([], False), ([], True)], item)], template=chat_template(base.tokenizer, None)
+    ).prompts(base)
+    return prompt
 
 
 def base_template() -> str:

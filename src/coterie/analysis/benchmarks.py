@@ -21,6 +21,7 @@ from coterie.analysis.tables import Table, shown_of
 from coterie.bases import Base
 from coterie.data.spec import DataSpec
 from coterie.errors import CoterieError
+from coterie.evaluation.gate import Gate
 from coterie.federation.participants import EVERYONE
 from coterie.files import path_part, refuse_links, sha256_of, write_json, writing
 from coterie.inference.finished import tokenizer
@@ -82,11 +83,13 @@ def evaluate(
         digests = {GENERAL: sha256_of(SHIPPED)} | digests
     with folder.lock():
         known = {_key(each["key"]): _of_model(each) for each in _stored(folder.path)}
-        for method, client, base, model, digest in models.attached(clients, step):
+        for method, client, base, model, digest, gate in models.attached(clients, step):
             for name, task in digests.items():
                 key = {"model": digest, "task": name, "file": task, "limit": limit}
+                if name == GENERAL and gate is not None:
+                    key["gate"] = gate.digest
                 if _key(key) not in known and name == GENERAL:
-                    known[_key(key)] = _general(base, model, data)
+                    known[_key(key)] = _general(base, model, data, gate)
                 elif _key(key) not in known:
                     assert harness is not None
                     read = tokenizer(folder.path, client)
@@ -136,10 +139,12 @@ def _of_model(stored: Stored) -> dict[str, Any]:
     return {name: stored[name] for name in ("lm_eval", "scores", "replies") if name in stored}
 
 
-def _general(base: Base, model: PreTrainedModel, data: DataSpec) -> dict[str, Any]:
+def _general(
+    base: Base, model: PreTrainedModel, data: DataSpec, gate: Gate | None
+) -> dict[str, Any]:
     """Return a model's scores on the general questions, and its free replies."""
     asked = questions()
-    known = knowledge(base, model, data, asked)
+    known = knowledge(base, model, data, asked, gate)
     fractions = {"right choices": known.right_choices, "right replies": known.right_replies}
     counts = len(asked), len(known.replies)
     scores = [

@@ -236,7 +236,9 @@ def _show_general(finished: "Run") -> None:
     from coterie.inference.general import is_assistant
 
     config, client = finished.config, min(next(iter(finished.results.values()))["trained"])
-    if is_assistant(config, lambda: load_tokenizer(config.base_of(client), config.root)):
+    if config.evaluation.general and is_assistant(
+        config, lambda: load_tokenizer(config.base_of(client), config.root)
+    ):
         with terminal.progress("Asking general questions") as show:
             table = general_table(finished.path, show)
         terminal.console.print(table)

@@ -130,7 +130,8 @@ def speakers(
         if others:
             raise CoterieError("--with compares models of runs; give a run folder, not a bundle.")
         template = chat_template(tokenizer(run), None)
-        return {run.name: Speaker(*load_bundle(run), template, sampling, system)}
+        base, attach, gate = load_bundle(run)
+        return {run.name: Speaker(base, attach, template, sampling, system, gate)}
     loader, folder = Loader(), RunFolder(run)
     loaded: dict[str, Speaker] = {}
     untrained: list[str] = []
@@ -150,7 +151,7 @@ def speakers(
             if not (config.data.chats or config.data.declared.compares):
                 untrained.append(name)
         template = chat_template(model.base.tokenizer, config.data.chat_template)
-        loaded[name] = Speaker(*model, template, sampling, system)
+        loaded[name] = Speaker(*model[:2], template, sampling, system, model.gate)
     if untrained:
         terminal.complain(
             f"Note: these models were not trained on conversations: {', '.join(untrained)}."

@@ -8,18 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from coterie.analysis.tables import Table
-from coterie.bases import Tokenizer, load_tokenizer
+from coterie.bases import load_tokenizer
 from coterie.cli import terminal
 from coterie.config.run import RunConfig
 from coterie.data.files import listed, listed_first
-from coterie.errors import plural
 from coterie.evaluation.near import NEAR
 from coterie.evaluation.quality import KINDS, SHORT, Copy, Place, Quality
 from coterie.federation.participants import gathered
 from coterie.federation.reading import Reading
 from coterie.files import write_json
-from coterie.inference.general import replay_of
-from coterie.training.spec import ReplaySpec
 
 EXAMPLES = 2
 """Number of examples of each kind of duplicate."""
@@ -34,15 +31,13 @@ def compare_texts(config: RunConfig, json: Path | None) -> None:
     """Compare the texts of a run, and print the results; see `coterie data`."""
     readings: list[Reading] = []
     with terminal.progress("Loading the tokenizer") as show:
-        tokenizer = load_tokenizer(config.base, config.root)
-        gathered(config, tokenizer, readings.append, show)
+        gathered(config, load_tokenizer(config.base, config.root), readings.append, show)
         [reading] = readings
         quality = reading.quality(config, MOST, partial(show, "Comparing texts"))
     labels = [_labels(reading)] if reading.labels else []
     terminal.console.print(_splits(quality), _special(quality), *labels)
     _examples(quality)
     _left_out(quality)
-    _replay(config, tokenizer)
     if json is not None:
         results = asdict(quality, dict_factory=_json_keys)
         write_json(json, results | {"empty": quality.survey.empty, "labels": reading.labels})
@@ -127,29 +122,6 @@ def _left_out(quality: Quality) -> None:
             skipped.setdefault(owner, {})[kind] = count
     for owner, kinds in sorted(skipped.items()):
         terminal.say(f"Skipped in {_folder_of(owner)}: {listed(kinds)}.")
-
-
-def _replay(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Print whether clients with the run's base have replay, and why it may not help.
-
-    Args:
-        config: The run.
-        tokenizer: The tokenizer of the run's base.
-    """
-    spec = config.training.replay
-    if not isinstance(spec, ReplaySpec):
-        return
-    data = config.data
-    asks = spec.text != "sampled" and any((data.instructions, data.messages, data.preferences))
-    reason = ""
-    if asks and not tokenizer.chat_template:
-        reason = "; the base has no chat template of its own"
-    if replay_of(config, tokenizer) is None:
-        state = "off"
-    else:
-        state = f"{plural(spec.samples, 'general sample')} per step"
-        reason += ", so its answers to general requests may be poor" * bool(reason)
-    terminal.say(f"Replay (training.replay): {state}{reason}.")
 
 
 def _folder_of(owner: str) -> str:

@@ -259,21 +259,31 @@ def answer(run: Path, client: str | None, fields: Mapping[str, str], sampling: "
         parts = Instruction(prompt, "A").parts
     ids = [*context, *PartEncoder(bare_encoder(encoder)[0]).opening(parts)]
     ends, stops = ends_of(encoder, markers)
-    tokens = _generate(run, client, ids, ends, sampling)
+    tokens = _generate(run, client, ids, ends, sampling, gated=True)
     return before_any(encoder.decode(tokens[len(ids) :], skip_special_tokens=True), stops).strip()
 
 
 def _generate(
-    run: Path, client: str | None, ids: list[int], ends: list[int], sampling: "Sampling"
+    run: Path,
+    client: str | None,
+    ids: list[int],
+    ends: list[int],
+    sampling: "Sampling",
+    gated: bool = False,
 ) -> list[int]:
-    """Return the tokens `ids`, followed by the model's continuation up to a token in `ends`."""
+    """Return the tokens `ids`, followed by the model's continuation up to a token in `ends`.
+
+    If `gated` is true, the base continues a prompt that the client's gate does not accept.
+    """
     import torch
 
-    from coterie.api import load
+    from coterie.evaluation.gate import answering
     from coterie.evaluation.generation import context_length, generated
+    from coterie.inference.finished import load_client
     from coterie.inference.speaking import FEWER
 
-    model = load(run, client)
+    base, attach, gate = load_client(run, client)
+    model = attach()
     longest = context_length(model)
     if longest is not None and len(ids) + sampling.tokens > longest:
         raise CoterieError(
@@ -282,8 +292,9 @@ def _generate(
         )
     torch.manual_seed(sampling.seed)
     prompt = torch.tensor([ids], device=model.device)
-    with enough_memory("a text", lambda: [FEWER]):
-        tokens = generated(model, prompt, torch.ones_like(prompt), **sampling.options(ends))
+    chosen = answering(gate if gated else None, base, model, prompt[0].cpu())
+    with enough_memory("a text", lambda: [FEWER]), chosen as answerer:
+        tokens = generated(answerer, prompt, torch.ones_like(prompt), **sampling.options(ends))
     return tokens[0].tolist()
 
 

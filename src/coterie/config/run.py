@@ -305,11 +305,9 @@ def resolve(file: RunFile, method: Method | None = None) -> RunConfig:
     return RunConfig.model_construct(**dict(file) | sections)
 
 
-def _replay(file: RunFile) -> ReplaySpec | Literal[False] | None:
-    """Return the settings of replay, with the default settings if the run file has none."""
+def _replay(file: RunFile) -> ReplaySpec | Literal[False]:
+    """Return the settings of replay, with the hash of the list if it is used."""
     replay = file.training.replay
-    if replay is None and (file.data.messages or file.data.instructions):
-        replay = ReplaySpec(bases="chat")
     if isinstance(replay, ReplaySpec) and replay.text == "list" and replay.digest is None:
         replay = replay.model_copy(update={"digest": list_digest()})
     return replay

@@ -14,6 +14,7 @@ from coterie.engines.floor import FLOOR, floor_items
 from coterie.engines.memory import EVALUATION, memory_for
 from coterie.errors import Diverged
 from coterie.evaluation.evaluate import Score, evaluate
+from coterie.evaluation.gate import GATE
 from coterie.exchanges.codec import ClientTransforms
 from coterie.exchanges.weights import with_tokens
 from coterie.federation.participants import (
@@ -226,6 +227,8 @@ class ClientHost:
         state = self.side.state()
         if self.transforms.remembers:
             state = replace(state, parts={**state.parts, TRANSFORMS: self.transforms.state()})
+        if (gate := self.participant.gate) is not None:
+            state = replace(state, parts={**state.parts, GATE: gate.state()})
         yield f"client-{self.name}", state
         if self.keeper is not None and self.keeper.best is not None:
             yield f"kept-{self.name}", self.keeper.unsaved
@@ -343,7 +346,11 @@ class ClientHost:
 
     def _log_drift(self, model: PreTrainedModel, round: int) -> None:
         if (held_out := self.participant.held_out) is not None:
-            self.log(self.name, metric.DRIFT, held_out.drift(self.base, model), round)
+            gate, answered = self.participant.gate, None
+            if gate is not None:
+                accepted = gate.accepts(self.base, held_out.prompts())
+                answered = [number for number, own in enumerate(accepted) if own]
+            self.log(self.name, metric.DRIFT, held_out.drift(self.base, model, answered), round)
 
     def _scored(self) -> dict[str, Score]:
         """Score the client's current model on its test texts."""
@@ -367,7 +374,7 @@ def scored(
     options = evaluation.batch, evaluation.generate, evaluation.metric
     with memory_for(EVALUATION, config, participant.name):
         return {
-            text: evaluate(base, model, tokens, window, *options)
+            text: evaluate(base, model, tokens, window, *options, gate=participant.gate)
             for text, tokens in participant.tests.items()
         }
 

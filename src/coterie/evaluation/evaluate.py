@@ -16,7 +16,7 @@ from coterie.data.examples import Examples
 from coterie.data.measured import WORST, Measured
 from coterie.data.split import AnyBatch, Scored
 from coterie.evaluation.answers import answer_losses
-from coterie.evaluation.generation import generate_answers
+from coterie.evaluation.gate import Gate, answered, gated_answers
 from coterie.evaluation.metrics import METRICS, metric_named
 from coterie.evaluation.perplexity import PERPLEXITY
 from coterie.losses.tokens import Batch, logits_in_pieces, token_losses
@@ -109,6 +109,8 @@ class ModelScorer:
     """The number of windows, samples or pairs per forward pass."""
     generate: int | None = None
     """The maximum number of tokens of a generated answer, or None to generate no answers."""
+    gate: Gate | None = None
+    """The client's gate; None if the model answers all prompts."""
 
     def losses(self, rows: Examples, batch: int) -> Tensor:
         """Return the total loss of each row, in nats, over the tokens of the row's answers.
@@ -120,7 +122,11 @@ class ModelScorer:
         Returns:
             A float64 tensor with one loss per row, shaped (rows,).
         """
-        return answer_losses(self.base, self.model, rows, batch)
+
+        def losses(model: PreTrainedModel, part: Examples) -> list[Tensor]:
+            return list(answer_losses(self.base, model, part, batch))
+
+        return torch.stack(answered(self.gate, self.base, self.model, rows, losses))
 
     @torch.no_grad()
     def token_losses(self, batch: Batch) -> Tensor:
@@ -132,7 +138,7 @@ class ModelScorer:
         """Return the generated answer to each row's prompt, or () if generation is off."""
         if self.generate is None:
             return ()
-        return generate_answers(self.base, self.model, rows, self.generate, self.batch)
+        return gated_answers(self.gate, self.base, self.model, rows, self.generate, self.batch)
 
 
 def evaluate(
@@ -143,6 +149,7 @@ def evaluate(
     batch: int = 16,
     generate: int | None = None,
     metric: str | None = None,
+    gate: Gate | None = None,
 ) -> Score:
     """Score a model on a split. The cross-entropy is computed in float32.
 
@@ -156,11 +163,13 @@ def evaluate(
         generate: The maximum number of tokens of a generated answer, or None to generate no
             answers.
         metric: The name of a metric to compute in addition to the built-in metrics.
+        gate: The client's gate; None if the model answers all prompts. Windows of a stream of text
+            have no prompts.
 
     Returns:
         The losses, and the values of all metrics whose input is available.
     """
-    measured, counts = tokens.measured(ModelScorer(base, model, window, batch, generate))
+    measured, counts = tokens.measured(ModelScorer(base, model, window, batch, generate, gate))
     shares = _shares(measured, metric)
     means = {name: fmean(v for v in values if v is not None) for name, values in shares.items()}
     figures = {**counts, **means}

@@ -1,10 +1,12 @@
 """Bundles: the adapter with its layout, for any method; loaded by Coterie without the run."""
 
+from dataclasses import replace
 from pathlib import Path
 from shutil import copyfile
 
 from coterie.adapters.portable import packed
 from coterie.bases.lora import FILES
+from coterie.evaluation.gate import GATE
 from coterie.exports.format import Format
 from coterie.exports.source import Source
 from coterie.files import expanded
@@ -13,7 +15,10 @@ from coterie.inference.bundle import ADAPTER, BASE_ADAPTER
 
 def _write(source: Source, folder: Path) -> None:
     if source.adapter is not None:
-        (folder / ADAPTER).write_bytes(packed(source.adapter).encode())
+        state = packed(source.adapter)
+        if source.gate is not None:
+            state = replace(state, parts={**state.parts, GATE: source.gate.state()})
+        (folder / ADAPTER).write_bytes(state.encode())
     if source.spec.adapter is not None:
         merged = source.config.root / expanded(source.spec.adapter)
         (folder / BASE_ADAPTER).mkdir()

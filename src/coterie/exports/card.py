@@ -53,7 +53,7 @@ def model_card(source: Source, format: Format, parity: Parity | None, name: str)
         f"is {config.data.declared.summary}.",
         *(f"- {subject.capitalize()}: {text}." for subject, text in statements),
         f"- Exactness: {_exactness(parity)}",
-        *(f"- {note}" for note in format.notes(source)),
+        *(f"- {note}" for note in format.remarks(source)),
     ]
     paragraphs = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",

@@ -107,7 +107,7 @@ def export(
     _check_folder(path, force)
     source = open_source(Path(run), client, method)
     chosen, reason = _choose(source, format)
-    notes = tuple(chosen.notes(source))
+    notes = chosen.remarks(source)
     ids, logits = reference(source)
     parities: list[Parity | None] = []
 

@@ -42,6 +42,13 @@ def run_python(arguments: Sequence[object], folder: str | Path) -> tuple[bool, s
     return not process.returncode, (process.stderr.strip().splitlines() or ["it was killed"])[-1]
 
 
+NO_GATE = (
+    "The export has no gate: it answers all requests itself, while in Coterie, the base answers "
+    "those that are unlike the client's text. With training.replay, it forgets less."
+)
+"""The sentence about an export of a model that has a gate in Coterie."""
+
+
 @dataclass(frozen=True)
 class Format:
     """A format in which a model can be exported.
@@ -71,3 +78,10 @@ class Format:
     notes: Callable[[Source], list[str]]
     alone: bool = True
     outputs: Callable[[Path, Sequence[int]], Outputs | None] | None = None
+
+    def remarks(self, source: Source) -> tuple[str, ...]:
+        """Return all sentences for the user and the model card."""
+        remarks = tuple(self.notes(source))
+        if self.alone and source.gate is not None:
+            return (*remarks, NO_GATE)
+        return remarks

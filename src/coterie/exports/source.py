@@ -15,6 +15,7 @@ from coterie.bases.precision import Precision
 from coterie.bases.sites import StandIn
 from coterie.config.run import RunConfig
 from coterie.errors import CoterieError
+from coterie.evaluation.gate import Gate
 from coterie.inference.bundle import BASE_ADAPTER, digest_of
 from coterie.inference.finished import Loader, recorded, tokenizer
 from coterie.methods.contract import Method
@@ -44,6 +45,8 @@ class Source:
     attach: Callable[[], PreTrainedModel]
     """Function that attaches the adapter to the base and returns the model."""
     tokenizer: Tokenizer
+    gate: Gate | None
+    """The client's gate; None if the model answers all requests."""
 
     @property
     def precision(self) -> Precision | None:
@@ -99,7 +102,7 @@ def open_source(run: Path, client: str, method: Method | None) -> Source:
         raise CoterieError(
             f"The base {spec.name!r} has changed since the run in {run} began; restore the base."
         )
-    base, attach = Loader().load(folder, config, client)
+    base, attach, gate = Loader().load(folder, config, client)
     dtype, digest = base.model.dtype, digest_of(base)
     if not spec.quantised:
         base.model.float()
@@ -112,4 +115,4 @@ def open_source(run: Path, client: str, method: Method | None) -> Source:
             "cannot be exported; copy the run folder instead."
         )
     words = tokenizer(run, client)
-    return Source(folder, config, client, base, spec, digest, dtype, adapter, attach, words)
+    return Source(folder, config, client, base, spec, digest, dtype, adapter, attach, words, gate)

@@ -19,6 +19,7 @@ from coterie.data.split import Split
 from coterie.data.texts import Texts, client_texts, whole_text
 from coterie.data.tokens import ClientData, encoded, pooled, tokenise
 from coterie.errors import CoterieError
+from coterie.evaluation.gate import Gate
 from coterie.evaluation.quality import without_held_out
 from coterie.federation.reading import PUBLIC, Reading
 from coterie.methods.contract import SERVER, Log, ServerContext
@@ -57,6 +58,8 @@ class Participant:
     """General samples for training; None if the run has none, or before they are made."""
     held_out: GeneralSamples | None = None
     """General samples on which drift is measured; None in the same cases."""
+    gate: Gate | None = None
+    """Decides which prompts the client's model answers; None if it answers all prompts."""
 
     def digest(self) -> str:
         """Return a hexadecimal hash of all tokens of the participant's data.

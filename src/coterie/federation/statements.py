@@ -122,8 +122,7 @@ def _general(config: RunConfig) -> str:
         return ""
     sources = {"list": "Coterie's list of requests and texts", "sampled": "texts by the base"}
     source = sources.get(str(spec.text), "the requests and texts in training.replay.text")
-    which = "; only with bases that have a chat template" if spec.bases == "chat" else ""
-    return f"{source}, with the base's predictions, which stay on the client{which}"
+    return f"{source}, with the base's predictions, which stay on the client"
 
 
 def _noise(budgets: Sequence[Budget]) -> str:

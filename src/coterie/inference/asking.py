@@ -15,7 +15,7 @@ from coterie.data.kinds.instructions import instructions
 from coterie.data.spec import DataSpec
 from coterie.data.templates import fields
 from coterie.errors import CoterieError
-from coterie.evaluation.generation import generate_answers
+from coterie.evaluation.gate import gated_answers
 from coterie.federation.participants import EVERYONE
 from coterie.inference.models import RunModels, Step
 
@@ -84,7 +84,7 @@ def answers(
     Returns:
         A mapping from the names of the models to their answers: first the base, then the models of
         the baselines, then the models of the run's method. If all clients of a method have the same
-        model, the model has the method's name. Otherwise, its name is "METHOD: CLIENT".
+        model and answers, the model has the method's name. Otherwise, its name is "METHOD: CLIENT".
 
     Raises:
         CoterieError: The run is not finished, has no such client, or did not train on
@@ -99,18 +99,20 @@ def answers(
     def wanted(client: str) -> bool:
         return not clients or client in (*clients, EVERYONE)
 
-    texts: dict[str, list[str]] = {}
-    digests: dict[str, dict[str, str]] = {}
-    for method, client, base, model, digest in models.attached(step=step):
-        digests.setdefault(method, {})[client] = digest
-        if wanted(client) and digest not in texts:
+    texts: dict[tuple[str, str], tuple[str, ...]] = {}
+    keys: dict[str, dict[str, tuple[str, str]]] = {}
+    for method, client, base, model, digest, gate in models.attached(step=step):
+        key = digest, "" if gate is None else gate.digest
+        keys.setdefault(method, {})[client] = key
+        if wanted(client) and key not in texts:
             samples = _samples(items, base, config.data)
-            texts[digest] = generate_answers(base, model, samples, limit, len(items))
+            texts[key] = tuple(gated_answers(gate, base, model, samples, limit, len(items)))
     named: dict[str, list[str]] = {}
-    for method, by_client in digests.items():
-        is_shared = len(set(by_client.values())) == 1
+    for method, by_client in keys.items():
+        known = {texts[key] for client, key in by_client.items() if key in texts}
+        is_shared = len({digest for digest, _ in by_client.values()}) == len(known) == 1
         for client in filter(wanted, by_client):
-            named[method if is_shared else f"{method}: {client}"] = texts[by_client[client]]
+            named[method if is_shared else f"{method}: {client}"] = [*texts[by_client[client]]]
     return named
 
 

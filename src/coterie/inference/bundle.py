@@ -16,6 +16,7 @@ from coterie.adapters.portable import unpacked
 from coterie.bases import Base, BaseSpec, load_base
 from coterie.bases.precision import Precision
 from coterie.errors import CoterieError
+from coterie.evaluation.gate import GATE, Gate
 from coterie.files import read_inside
 from coterie.messages import State
 from coterie.runs import read
@@ -49,15 +50,16 @@ def is_bundle(path: Path) -> bool:
         return False
 
 
-def open_bundle(path: Path, base: str | None = None) -> tuple[Base, Trainable | None]:
-    """Load the base of a bundle, and rebuild the adapter.
+def open_bundle(path: Path, base: str | None = None) -> tuple[Base, Trainable | None, Gate | None]:
+    """Load the base of a bundle, and rebuild the adapter and the gate.
 
     Args:
         path: The folder of the bundle.
         base: The folder of the base on this machine; by default, the base is loaded by its name.
 
     Returns:
-        The base, and the adapter that is not yet attached; None if the model is the base itself.
+        The base; the adapter, which is not yet attached, or None if the model is the base itself;
+        and the client's gate, or None if it has none.
 
     Raises:
         CoterieError: A file of the bundle is damaged, or the base is missing or has changed.
@@ -75,8 +77,9 @@ def open_bundle(path: Path, base: str | None = None) -> tuple[Base, Trainable | 
             "weights differ. Load the original version of the base."
         )
     if not (path / ADAPTER).exists():
-        return loaded, None
-    return loaded, unpacked(State.decode(read_inside(path, ADAPTER)), loaded.model)
+        return loaded, None, None
+    state = State.decode(read_inside(path, ADAPTER))
+    return loaded, unpacked(state, loaded.model), Gate.restored(state.parts.get(GATE), loaded)
 
 
 @torch.no_grad()

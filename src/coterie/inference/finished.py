@@ -21,6 +21,7 @@ from coterie.config.run import RunConfig, parse
 from coterie.data.chat import chat_template
 from coterie.data.tokens import ClientData
 from coterie.errors import CoterieError
+from coterie.evaluation.gate import GATE, Gate
 from coterie.exchanges.lazy import server_state
 from coterie.federation.participants import (
     EVERYONE,
@@ -44,6 +45,8 @@ class Loaded(NamedTuple):
 
     The model is valid until the adapter of another model is attached to this base.
     """
+    gate: Gate | None = None
+    """The client's gate; None if the model answers all requests."""
 
 
 def load(
@@ -76,7 +79,8 @@ def load(
 
     Returns:
         A PEFT model if the adapter is a soft prompt, and a transformers model otherwise. Models of
-        both classes have the method `generate`. In a transformers model, an adapter that is not
+        both classes have the method `generate`, and answer all requests themselves, without a gate.
+        In a transformers model, an adapter that is not
         merged is part of the layers, and the method `save_pretrained` then raises CoterieError.
 
     Raises:
@@ -84,12 +88,22 @@ def load(
             error is also raised if a plugin of the run is not loaded or has changed, if the base of
             a bundle has changed, or if `merge` is true but the adapter cannot be merged.
     """
+    return _usable(load_client(path, client, method, base).model(), merge)
+
+
+def load_client(
+    path: str | Path,
+    client: str | None,
+    method: Method | None = None,
+    base: str | None = None,
+) -> Loaded:
+    """Load a client's model, with its gate, from a run or a bundle; see `load`."""
     folder = RunFolder(Path(path))
     if is_bundle(folder.path):
-        return _usable(load_bundle(folder.path, base).model(), merge)
+        return load_bundle(folder.path, base)
     if client is None:
         raise CoterieError(f"{path} is not a bundle; name the client whose model to load.")
-    return model_of(folder, recorded(folder, method), client, merge)
+    return Loader().load(folder, recorded(folder, method), client)
 
 
 def model_of(
@@ -115,8 +129,8 @@ def model_of(
 
 def load_bundle(path: Path, base: str | None = None) -> Loaded:
     """Load the model of a bundle; see `open_bundle`."""
-    loaded, adapter = open_bundle(path, base)
-    return Loaded(loaded, partial((adapter or Trainable(())).attach, loaded.model))
+    loaded, adapter, gate = open_bundle(path, base)
+    return Loaded(loaded, partial((adapter or Trainable(())).attach, loaded.model), gate)
 
 
 def _usable(model: PreTrainedModel, merge: bool | None) -> PreTrainedModel:
@@ -201,9 +215,10 @@ class Loader:
         if name == SERVER and config.server is not None:
             return self._load_server(folder, config)
         base, side = self.side(folder, config, name)
+        gate = Gate.restored(folder.load(f"client-{name}").parts.get(GATE), base)
         if (kept := folder.find(f"kept-{name}")) is not None:
-            return Loaded(base, bring_back(base, side, kept))
-        return Loaded(base, side.model)
+            return Loaded(base, bring_back(base, side, kept), gate)
+        return Loaded(base, side.model, gate)
 
     def side(self, folder: RunFolder, config: RunConfig, client: str) -> tuple[Base, ClientSide]:
         """Restore a client's method object from its state in the newest checkpoint.

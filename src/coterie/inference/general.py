@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,19 +20,27 @@ from transformers import PreTrainedModel
 from coterie.bases import Base, Tokenizer
 from coterie.config.run import RunConfig
 from coterie.data.chat import ChatTemplate, chat_template
-from coterie.data.examples import Sample, samples_of
+from coterie.data.examples import Examples, Sample, samples_of
 from coterie.data.general import GeneralText, list_digest, shipped
-from coterie.data.items import Conversation
+from coterie.data.item_split import even
+from coterie.data.items import Conversation, Turn
 from coterie.data.parts import bare_encoder
 from coterie.data.spec import DataSpec
+from coterie.data.split import Split
 from coterie.errors import CoterieError
-from coterie.evaluation.generation import Sampling, generate_answers, generated
+from coterie.evaluation.gate import Gate, prompt_states
+from coterie.evaluation.generation import (
+    Sampling,
+    before_any,
+    ends_of,
+    generate_answers,
+    generated,
+)
 from coterie.federation.participants import Participant
 from coterie.files import cache_path, parse_json, read_file, write_json
 from coterie.inference.questions import answered, encoded, in_form
 from coterie.methods.pretrained import bare
 from coterie.training.general import GeneralSamples, Replay
-from coterie.training.spec import ReplaySpec
 
 FORMAT = 1
 """The version of the cached answers. A new version invalidates all cached answers."""
@@ -40,28 +48,25 @@ ANSWER = 12
 """The maximum number of tokens of an answer to a request."""
 LONGEST = 40
 """The maximum number of tokens of a text, including texts that the base writes."""
-WRITTEN = {"train": 32, "held out": 8}
-"""The numbers of texts that a base writes for training and for measuring drift."""
+Purpose = Literal["train", "held out"]
+"""The use of general samples: to train models and to fit gates, or to measure drift and errors."""
+WRITTEN: dict[Purpose, int] = {"train": 32, "held out": 8}
+"""The numbers of texts that a base writes."""
+REQUESTS: dict[Purpose, int] = {"train": 160, "held out": 32}
+"""The numbers of requests that a base writes."""
+MARK = "QUESTION"
+"""A text that takes the place of a request, to find where a user's turn begins."""
 AT_ONCE = 32
 """The number of requests that a base answers at once."""
 
 Row = tuple[Tensor, Tensor]
 """The token ids of a sample, and a mask of the same shape of the tokens that count."""
+MOST_PROMPTS = 512
+"""The maximum number of a client's prompts to which its gate is fitted."""
 _samples: WeakKeyDictionary[PreTrainedModel, dict[str, GeneralSamples]] = WeakKeyDictionary()
 """The samples of each base, which all clients with the same base and template share."""
-
-
-def replay_of(config: RunConfig, tokenizer: Tokenizer) -> ReplaySpec | None:
-    """Return the settings of a client's replay, or None if it has none.
-
-    Args:
-        config: The run.
-        tokenizer: The tokenizer of the client's base.
-    """
-    spec = config.training.replay
-    if not isinstance(spec, ReplaySpec):
-        return None
-    return spec if spec.bases == "all" or tokenizer.chat_template else None
+_states: WeakKeyDictionary[PreTrainedModel, dict[str, Tensor]] = WeakKeyDictionary()
+"""The states of each base after general prompts, likewise."""
 
 
 def is_assistant(config: RunConfig, tokenizer: Callable[[], Tokenizer]) -> bool:
@@ -72,30 +77,34 @@ def is_assistant(config: RunConfig, tokenizer: Callable[[], Tokenizer]) -> bool:
         tokenizer: Function that returns the base's own tokenizer.
     """
     answers = config.data.messages is not None or config.data.instructions is not None
-    return config.evaluation.general and answers and bool(tokenizer().chat_template)
+    return answers and bool(tokenizer().chat_template)
 
 
 def with_general(config: RunConfig, base: Base, participant: Participant) -> Participant:
-    """Return a copy of a participant with its general samples.
+    """Return a copy of a participant with its general samples and its gate.
 
     Args:
         config: The run.
         base: The participant's base. Any adapter that is attached to it is detached.
         participant: The participant. It is returned unchanged if the run neither has replay for its
-            base nor measures drift.
+            base, nor a gate, nor measures drift.
 
     Raises:
         CoterieError: The base gives no answers, or the run began with another version of the list
             that ships with Coterie.
     """
-    spec = replay_of(config, base.tokenizer)
-    if spec is None and not is_assistant(config, lambda: base.tokenizer):
-        return participant
+    spec = config.training.replay or None
+    assistant = is_assistant(config, lambda: base.tokenizer)
     maker = _Maker(base, config.data, participant)
+    if assistant and config.training.gate:
+        participant = replace(participant, gate=maker.gate())
+    if spec is None and not (assistant and config.evaluation.general):
+        return participant
     written = participant.data.train.beginnings is None
     held_out = maker.written("held out") if written else maker.samples(shipped(held_out=True))
+    participant = replace(participant, held_out=held_out)
     if spec is None:
-        return replace(participant, held_out=held_out)
+        return participant
     if spec.digest not in (None, list_digest()):
         raise CoterieError(
             "training.replay: the run uses another version of Coterie's list of general requests; "
@@ -106,7 +115,7 @@ def with_general(config: RunConfig, base: Base, participant: Participant) -> Par
     else:
         texts = shipped(held_out=False) if isinstance(spec.text, str) else spec.text
         trained = maker.samples(texts)
-    return replace(participant, replay=Replay(spec, trained), held_out=held_out)
+    return replace(participant, replay=Replay(spec, trained))
 
 
 class _Maker:
@@ -120,17 +129,17 @@ class _Maker:
 
     def __init__(self, base: Base, data: DataSpec, participant: Participant) -> None:
         bare(base)  # the digest of the base is that of its own weights, and is computed once
-        self.base, self.data = base, data
+        self.base, self.data, self.own = base, data, participant.data
         self.longest = min(LONGEST, data.window)
         beginnings = participant.data.train.beginnings
         self.template: ChatTemplate | None = None
         if beginnings is not None and isinstance(beginnings.items[0], Conversation):
             self.template = chat_template(base.tokenizer, data.chat_template)
+        self._form = repr(data.instructions if self.template is None else self.template.source)
 
     def samples(self, texts: Sequence[GeneralText]) -> GeneralSamples:
         """Return texts, and requests with the base's answers, as samples."""
-        form = self.data.instructions if self.template is None else self.template.source
-        key = self._key([text.model_dump() for text in texts], repr(form))
+        key = self._key([text.model_dump() for text in texts], self._form)
 
         def make() -> list[Row]:
             requests = [text.request for text in texts if text.request is not None]
@@ -139,7 +148,49 @@ class _Maker:
 
         return self._shared(key, make)
 
-    def written(self, purpose: str) -> GeneralSamples:
+    def gate(self) -> Gate | None:
+        """Fit the participant's gate to its own prompts and to general ones.
+
+        The general prompts are the requests and texts that ship with Coterie, and requests that the
+        base writes.
+        """
+        own, general = [], []
+        splits: dict[Purpose, Split] = {"train": self.own.train, "held out": self.own.validation}
+        for purpose, split in splits.items():
+            samples = split.beginnings
+            assert samples is not None, "conversations and instructions have prompts"
+            chosen = even(len(samples), MOST_PROMPTS).tolist()
+            own.append(prompt_states(self.base, samples.only(chosen).prompts(self.base)))
+            general.append(self._general_states(purpose))
+        return Gate.fitted(own[0], general[0], own[1], general[1])
+
+    def _general_states(self, purpose: Purpose) -> Tensor:
+        """Return the states of general prompts, which clients with the same base share."""
+        key = self._key(purpose, list_digest(), self._form)
+        shared = _states.setdefault(self.base.model, {})
+        if key not in shared:
+            listed = (text.request or text.text for text in shipped(purpose == "held out"))
+            requests = [*filter(None, listed), *self._requests(purpose)]
+            shared[key] = prompt_states(self.base, self._unanswered(requests).prompts(self.base))
+        return shared[key]
+
+    def _requests(self, purpose: Purpose) -> list[str]:
+        """Return requests that the base writes: continuations of the beginning of a user's turn.
+
+        Bases that were trained on conversations write requests like those they were trained on
+        (arXiv 2406.08464).
+        """
+        template = chat_template(self.base.tokenizer, self.data.chat_template)
+        opening = template.opening_and_answer((Turn("user", MARK),))[0]
+        prompt = bare_encoder(self.base.tokenizer)[0].encode(
+            opening.rpartition(MARK)[0], add_special_tokens=False
+        )
+        ends, stops = ends_of(self.base.tokenizer, template.markers)
+        key = self._key("requests", purpose, template.source)
+        texts = self._sampled(prompt.ids, REQUESTS[purpose], purpose, key, ends)
+        return [text for text in (before_any(text, stops).strip() for text in texts) if text]
+
+    def written(self, purpose: Purpose) -> GeneralSamples:
         """Return texts that the base writes, each from its beginning, as samples."""
         key = self._key(purpose, self.longest)
 
@@ -170,11 +221,15 @@ class _Maker:
             shared[name] = GeneralSamples.of(self.base, bare(self.base), ids, counted)
         return shared[name]
 
-    def _answered(self, requests: Sequence[str], key: str) -> list[Row]:
-        """Return requests with the base's answers as rows."""
+    def _unanswered(self, requests: Sequence[str]) -> Examples:
+        """Return requests as samples of which only the prompts are used."""
         items = in_form(self.data, self.template, requests)
         empty = [Sample([([], False), ([], True)], item) for item in items]
-        prompts = samples_of(empty, template=self.template)
+        return samples_of(empty, template=self.template)
+
+    def _answered(self, requests: Sequence[str], key: str) -> list[Row]:
+        """Return requests with the base's answers as rows."""
+        prompts = self._unanswered(requests)
 
         def answer() -> list[str]:
             return generate_answers(self.base, bare(self.base), prompts, ANSWER, AT_ONCE)
@@ -182,7 +237,7 @@ class _Maker:
         answers = _cached(key, len(requests), answer)
         pairs = [
             answered(item, answer)
-            for item, answer in zip(items, answers, strict=True)
+            for item, answer in zip(prompts.items, answers, strict=True)
             if answer.strip()
         ]
         if requests and not pairs:
@@ -197,21 +252,35 @@ class _Maker:
         ids, counted = split.ids.long().split(sizes), split.counted.split(sizes)
         return list(zip(ids, counted, strict=True))
 
-    def _written(self, purpose: str, key: str) -> list[str]:
-        """Return texts that the base writes, drawn from its distribution."""
-        count, base = WRITTEN[purpose], self.base
-        ids = torch.full((count, 1), base.context_token, device=base.device)
-        end = base.tokenizer.eos_token_id
-        assert isinstance(end, int), "the tokenizer has no end token"
-        sampling = Sampling(self.longest, temperature=1.0).config([end])
+    def _written(self, purpose: Purpose, key: str) -> list[str]:
+        """Return texts that the base writes."""
+        prompt, (ends, _) = [self.base.context_token], ends_of(self.base.tokenizer, ())
+        return self._sampled(prompt, WRITTEN[purpose], purpose, key, ends)
+
+    def _sampled(
+        self, prompt: Sequence[int], count: int, purpose: Purpose, key: str, ends: Sequence[int]
+    ) -> list[str]:
+        """Return continuations of a prompt, drawn from the base's distribution, from the cache.
+
+        Args:
+            prompt: The token ids of the prompt.
+            count: The number of continuations.
+            purpose: What they are for, on which the seed depends.
+            key: The name of the cache file.
+            ends: The ids of tokens that end a continuation.
+        """
+        base = self.base
+        ids = torch.tensor([prompt] * count, device=base.device)
+        sampling = Sampling(self.longest, temperature=1.0).config(ends)
 
         def write() -> list[str]:
             devices = [base.device] if base.device.type == "cuda" else []
             with torch.random.fork_rng(devices=devices), torch.no_grad():
                 torch.manual_seed([*WRITTEN].index(purpose))
                 mask = torch.ones_like(ids)
-                rows = generated(bare(base), ids, mask, generation_config=sampling).tolist()
-            return [str(base.tokenizer.decode(row[1:], skip_special_tokens=True)) for row in rows]
+                rows = generated(bare(base), ids, mask, generation_config=sampling)
+            new = rows[:, len(prompt) :].tolist()
+            return [str(base.tokenizer.decode(row, skip_special_tokens=True)) for row in new]
 
         return _cached(key, count, write)
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from coterie.bases import Base
 from coterie.config.run import RunConfig
 from coterie.errors import CoterieError
+from coterie.evaluation.gate import Gate
 from coterie.federation.participants import EVERYONE
 from coterie.inference.finished import Loaded, Loader, recorded
 from coterie.methods.contract import SERVER
@@ -40,6 +41,8 @@ class Attached(NamedTuple):
     model: PreTrainedModel
     digest: str
     """A hash of the base's name and of the adapter's tensors; equal models have equal hashes."""
+    gate: Gate | None
+    """The client's gate; None if the model answers all requests."""
 
 
 class RunModels:
@@ -109,9 +112,9 @@ class RunModels:
         ]
         for done, (method, client, load, name) in enumerate(chosen):
             step(f"{method}: {client}", done, len(chosen))
-            base, attach = load(client)
+            base, attach, gate = load(client)
             digest = adapter_digest(base, attach, name)
-            yield Attached(method, client, base, attach(), digest)
+            yield Attached(method, client, base, attach(), digest, gate)
 
 
 def _trained_by(run: RunFolder, config: RunConfig) -> list[str]:

@@ -22,7 +22,7 @@ from coterie.data.parts import bare_encoder
 from coterie.data.spec import DataSpec
 from coterie.evaluation.accuracy import ACCURACY
 from coterie.evaluation.evaluate import ModelScorer
-from coterie.evaluation.generation import generate_answers
+from coterie.evaluation.gate import Gate, gated_answers
 from coterie.files import read_file
 from coterie.inference.asking import as_items
 
@@ -82,7 +82,11 @@ def _of_kind(question: str, free: int, answers: dict[str, str]) -> list[Question
 
 
 def knowledge(
-    base: Base, model: PreTrainedModel, data: DataSpec, asked: Sequence[Question]
+    base: Base,
+    model: PreTrainedModel,
+    data: DataSpec,
+    asked: Sequence[Question],
+    gate: Gate | None = None,
 ) -> Knowledge:
     """Ask a model questions.
 
@@ -91,6 +95,7 @@ def knowledge(
         model: The model.
         data: The run's data, which are instructions or conversations.
         asked: The questions.
+        gate: The client's gate; None if the model answers all requests.
     """
     template = chat_template(base.tokenizer, data.chat_template) if data.chats else None
     items = in_form(data, template, [question.text for question in asked])
@@ -100,10 +105,10 @@ def knowledge(
         [replace(answered(item, q.answer), choices=q.choices) for item, q in pairs],
         template,
     )
-    measured, _ = split.measured(ModelScorer(base, model, UNLIMITED, BATCH))
+    measured, _ = split.measured(ModelScorer(base, model, UNLIMITED, BATCH, gate=gate))
     right = ACCURACY.score(measured)
     free = [number for number, question in enumerate(asked) if question.is_free]
-    replies = generate_answers(base, model, split.only(free), REPLY, BATCH)
+    replies = gated_answers(gate, base, model, split.only(free), REPLY, BATCH)
     are_right = [says(reply, asked[n].answer) for n, reply in zip(free, replies, strict=True)]
     return Knowledge(fmean(value or 0.0 for value in right), fmean(are_right), tuple(replies))
 

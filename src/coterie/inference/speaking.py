@@ -14,6 +14,7 @@ from coterie.data.chat import ChatTemplate
 from coterie.data.items import Turn
 from coterie.data.parts import PartEncoder, bare_encoder
 from coterie.errors import CoterieError, enough_memory
+from coterie.evaluation.gate import Gate, answering
 from coterie.evaluation.generation import Sampling, context_length, ends_of, generated
 from coterie.inference.streaming import StreamedText
 from coterie.seeding import generator
@@ -34,6 +35,7 @@ class Speaker:
         template: The chat template that renders the conversation.
         sampling: Settings with which answers are generated.
         system: The system prompt, if any.
+        gate: The client's gate; None if the model answers all questions.
     """
 
     base: Base
@@ -41,6 +43,7 @@ class Speaker:
     template: ChatTemplate
     sampling: Sampling
     system: str | None = None
+    gate: Gate | None = None
     left_out: int = field(default=0, init=False)
     """The number of questions that the last prompt omitted, with their answers, to fit the context.
 
@@ -90,9 +93,13 @@ class Speaker:
         prompt = torch.tensor([ids], device=self.base.device)
         seed = generator(self.sampling.seed, "chat", len(self._history)).initial_seed()
         try:
-            with enough_memory("an answer", lambda: [FEWER]), torch.random.fork_rng():
+            with (
+                enough_memory("an answer", lambda: [FEWER]),
+                answering(self.gate, self.base, model, prompt[0].cpu()) as answerer,
+                torch.random.fork_rng(),
+            ):
                 torch.manual_seed(seed)
-                generated(model, prompt, torch.ones_like(prompt), **options)
+                generated(answerer, prompt, torch.ones_like(prompt), **options)
         finally:
             answer = stream.finish()
             if Turn("assistant", answer).answer:

@@ -15,6 +15,7 @@ from coterie.data.chat import ChatTemplate, chat_template
 from coterie.data.items import Turn
 from coterie.data.parts import PartEncoder, bare_encoder
 from coterie.errors import CoterieError
+from coterie.evaluation.gate import Gate
 from coterie.evaluation.generation import context_length
 from coterie.federation.participants import EVERYONE
 from coterie.inference.asking import question_prompt
@@ -53,6 +54,8 @@ class ServedModel:
         kind: The kind of the model; see `Kind`.
         own: Whether the method is the run's own method, instead of a baseline.
         weights: The model's weights.
+        untrained: The weights of the client's base, which answers what the gate does not accept.
+        gate: The client's gate; None if the model answers all requests.
         config: The configuration of the run.
     """
 
@@ -62,6 +65,8 @@ class ServedModel:
     kind: Kind
     own: bool
     weights: Weights
+    untrained: Weights
+    gate: Gate | None
     config: RunConfig
 
     @cached_property
@@ -153,11 +158,16 @@ class Models:
 
     def _models_of(self, run: RunModels) -> Iterator[ServedModel]:
         done, total = 0, sum(len(loads) for _, loads in run.methods.values())
+        untrained: dict[str, Weights] = {}
         for method, (_, loads) in run.methods.items():
             weights: dict[str, Weights] = {}
+            gates: dict[str, Gate | None] = {}
             for client, load in loads.items():
                 self._step(f"{method}: {client}", done, total)
-                weights[client] = self._unique(load(client))
+                loaded = load(client)
+                weights[client], gates[client] = self._unique(loaded), loaded.gate
+                if method == BASE:
+                    untrained[client] = weights[client]
                 done += 1
             is_equal = len(weights) > 1 and len(set(map(id, weights.values()))) == 1
             is_shared = is_equal or EVERYONE in weights
@@ -165,11 +175,13 @@ class Models:
             for client, own in weights.items():
                 name, is_own = f"{method}:{client}", method == run.config.label
                 owner = None if client == EVERYONE else client
-                yield ServedModel(name, owner, method, kind, is_own, own, run.config)
+                bare = untrained.get(client, own)
+                gate = gates[client]
+                yield ServedModel(name, owner, method, kind, is_own, own, bare, gate, run.config)
 
     def _unique(self, loaded: Loaded) -> Weights:
         """Return the weights of a loaded model, or those of an earlier model if they are equal."""
-        base, attach = loaded
+        base, attach, _ = loaded
         key = id(base), adapter_digest(base, attach)
         if key not in self._weights:
             base.tokenizer("")  # the first call changes the tokenizer; later calls are thread-safe

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from coterie.adapters import Trainable, attached, detach
 from coterie.errors import ran_out_of_memory
+from coterie.evaluation.gate import Gate
 from coterie.evaluation.generation import Sampling
 from coterie.inference.streaming import StreamedText
 from coterie.serve.batches import CHUNK, Batch, Forward, Row, Scored, can_join
@@ -84,6 +85,8 @@ class Request:
         logprobs: The number of the most probable tokens that are reported with each token; None
             if no log-probabilities are requested.
         roles: Whether the weights of the roles of experts are requested.
+        gate: The gate that has not yet seen the prompt; None if there is none, or if it has.
+        otherwise: The model that answers if the gate does not accept the prompt.
     """
 
     weights: Weights
@@ -94,6 +97,8 @@ class Request:
     deadline: float
     logprobs: int | None = None
     roles: bool = False
+    gate: Gate | None = None
+    otherwise: Weights | None = None
     cancelled: bool = False
     """Whether the client has disconnected. Any thread may set this to True."""
     ended: bool = field(default=False, init=False)
@@ -271,10 +276,22 @@ class Scheduler:
         group, forward = self._groups[weights], self._forward(weights)
         for _ in range(STEPS):
             group.clear(time.monotonic())
+            self._redirect(weights)
             if not group.requests or not self._admit():
                 return
             with torch.inference_mode():
                 group.advance(forward)
+
+    def _redirect(self, weights: Weights) -> None:
+        """Move the waiting requests that their gates do not accept to other models."""
+        waiting = self._groups[weights].waiting
+        for request in [request for request in waiting if request.gate is not None]:
+            gate, request.gate = request.gate, None
+            if request.otherwise is None or gate is None:
+                continue
+            if not gate.accepts(weights.base, [torch.tensor(request.prompt)])[0]:
+                waiting.remove(request)
+                self._groups.setdefault(request.otherwise, Group()).waiting.append(request)
 
     def _fail(self, weights: Weights, error: Exception) -> None:
         """End all requests to a model after an unexpected error."""

@@ -97,13 +97,29 @@ class GeneralSamples:
         return divergences(model, batch, earlier)
 
     @torch.no_grad()
-    def drift(self, base: Base, model: PreTrainedModel) -> float:
-        """Return the mean of KL(base || model) over all tokens that count, in nats."""
-        parts: list[Tensor] = []
+    def drift(
+        self, base: Base, model: PreTrainedModel, answered: Sequence[int] | None = None
+    ) -> float:
+        """Return the mean of KL(base || model) over all tokens that count, in nats.
+
+        Args:
+            base: The base.
+            model: The model.
+            answered: The numbers of the samples that the model answers; the base answers all
+                others, for which the divergence is 0. By default, the model answers all samples.
+        """
+        chosen = range(len(self.ids)) if answered is None else answered
+        total = 0.0
         with autocast(base.precision, base.device.type):
-            for numbers in _pieces(len(self.ids)):
-                parts.append(self.divergences(base, model, numbers).cpu())
-        return torch.cat(parts).double().mean().item()
+            for piece in _pieces(len(chosen)):
+                numbers = [chosen[number] for number in piece]
+                total += self.divergences(base, model, numbers).double().sum().item()
+        return total / self.terms(range(len(self.ids)))
+
+    def prompts(self) -> list[Tensor]:
+        """Return the token ids of each request without its answer, and those of each text."""
+        firsts = [int(counted.int().argmax()) for counted in self.counted]
+        return [ids[: 1 + n] if n else ids for ids, n in zip(self.ids, firsts, strict=True)]
 
 
 def _pieces(count: int) -> list[range]:

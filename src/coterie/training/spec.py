@@ -86,8 +86,6 @@ class ReplaySpec(Section):
     """general samples: list, for the requests and texts that ship with Coterie, with the base's own
     answers; sampled, for texts that the base writes (with plain text, always); or a .jsonl file
     with a field `request` or `text` in each record"""
-    bases: Literal["all", "chat"] = "all"
-    """bases with which replay is used: all, or chat for those with a chat template of their own"""
     digest: str | None = Field(default=None, exclude_if=lambda digest: digest is None)
     """hash of Coterie's list, set by Coterie, so that all machines use the same list"""
 
@@ -155,10 +153,13 @@ class TrainingSpec(Section):
     is fast in it, and fp32 otherwise"""
     dpo: DPOSpec | None = None
     """settings of preference optimisation (data.preferences only); default: the defaults shown"""
-    replay: ReplaySpec | Literal[False] | None = None
-    """general samples that keep a model close to its base, so that it forgets less: `true` or
-    settings; `false` for none; default: true with conversations or instructions, for clients whose
-    base has a chat template of its own, and else false"""
+    gate: bool = True
+    """whether requests unlike a client's own are answered by the base, so that nothing is
+    forgotten (instructions and messages only, and only with bases that have a chat template of
+    their own)"""
+    replay: ReplaySpec | Literal[False] = False
+    """general samples that keep a model close to its base, so that it forgets less, even where
+    there is no gate, as in exports: `true` or settings"""
 
     @field_validator("replay", mode="before")
     @classmethod

@@ -1,0 +1,213 @@
+"""The gate of a client: which prompts its model answers, while the base answers all others.
+
+A model that is trained for a few steps on one kind of text treats every prompt as text of this
+kind. The base's own hidden states tell the kinds apart better than such short training does, so a
+linear classifier of these states decides, and nothing of the base is forgotten.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from coterie.bases import Base
+from coterie.bases.precision import autocast
+from coterie.data.examples import Examples
+from coterie.errors import CoterieError
+from coterie.evaluation.generation import generate_answers
+from coterie.losses.tokens import Batch, hidden_states
+from coterie.messages import State
+from coterie.messages.schema import check_shapes
+from coterie.training.general import detached
+
+T = TypeVar("T")
+GATE = "gate"
+"""The name of the gate's state in the state of a client."""
+AT_ONCE = 16
+"""The number of prompts per forward pass."""
+MARGIN = 1.0
+"""The smallest distance of the threshold from the mean scores, in standard deviations."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A linear classifier of prompts by the base's last hidden states; see `prompt_states`."""
+
+    weights: Tensor
+    """The weights of the states' entries, shaped (2 dim,), float64."""
+    threshold: float
+    """The smallest weighted sum of a prompt that the client's model answers."""
+
+    @classmethod
+    def fitted(
+        cls, own: Tensor, general: Tensor, own_held_out: Tensor, general_held_out: Tensor
+    ) -> "Gate | None":
+        """Fit a gate by ridge regression on states, which are +1 and -1 for the two kinds.
+
+        The states are standardised, both kinds have the same total weight, and the penalty is the
+        mean squared norm of the weighted states. The threshold is the same number of standard
+        deviations from the mean scores of both kinds of held-out prompts.
+
+        Args:
+            own: The states of the client's training prompts, shaped (prompts, 2 dim), float64.
+            general: The states of general prompts, likewise.
+            own_held_out: The states of the client's validation prompts, likewise.
+            general_held_out: The states of other general prompts, likewise.
+
+        Returns:
+            The gate; None if the kinds cannot be told apart, so that the client's model had better
+            answer everything: a kind has fewer than two prompts, or the threshold is less than
+            `MARGIN` standard deviations from the means.
+        """
+        if min(map(len, (own, general, own_held_out, general_held_out))) < 2:
+            return None
+        states = torch.cat([own, general])
+        mean, scale = states.mean(0), states.std(0).clamp_min(1e-6)
+        kinds = torch.tensor([len(own), len(general)])
+        target = own.new_tensor([1.0, -1.0]).repeat_interleave(kinds)
+        root = (0.5 / kinds.double()).sqrt().repeat_interleave(kinds)
+        rows = (states - mean) / scale * root[:, None]
+        kernel = rows @ rows.t()
+        kernel.diagonal().add_(kernel.diagonal().mean())
+        weights = rows.t() @ torch.linalg.solve(kernel, target * root) / scale
+        (a, s), (b, r) = (
+            (scores.mean().item(), scores.std().item())
+            for scores in (own_held_out @ weights, general_held_out @ weights)
+        )
+        if a - b <= MARGIN * (s + r):
+            return None
+        return cls(weights, (a * r + b * s) / (s + r) if s + r else (a + b) / 2)
+
+    @classmethod
+    def restored(cls, state: State | None, base: Base) -> "Gate | None":
+        """Return the gate in a state that `state()` returned; None if there is no state.
+
+        Raises:
+            CoterieError: The state is damaged, or belongs to another base.
+        """
+        if state is None:
+            return None
+        dim = base.model.config.get_text_config().hidden_size
+        check_shapes(state[GATE], {"weights": (2 * dim,)})
+        weights, threshold = state[GATE]["weights"], state.values.get("threshold")
+        if not isinstance(threshold, float) or not weights.isfinite().all():
+            raise CoterieError("The gate of the client is damaged.")
+        return cls(weights.double(), threshold)
+
+    def state(self) -> State:
+        """Return the gate as a state."""
+        return State({GATE: {"weights": self.weights}}, {"threshold": self.threshold})
+
+    @property
+    def digest(self) -> str:
+        """A hash of the gate."""
+        return blake2b(self.state().encode(), digest_size=16).hexdigest()
+
+    def accepts(self, base: Base, prompts: Sequence[Tensor]) -> list[bool]:
+        """Return for each prompt whether the client's model answers it.
+
+        Args:
+            base: The client's base.
+            prompts: The token ids of each prompt, shaped (n,) with n > 0.
+        """
+        return (prompt_states(base, prompts) @ self.weights >= self.threshold).tolist()
+
+
+@torch.no_grad()
+def prompt_states(base: Base, prompts: Sequence[Tensor]) -> Tensor:
+    """Compute the base's last hidden states of prompts: their mean, and that of the last token.
+
+    Args:
+        base: The base. An adapter that is attached to it stays attached, and has no effect.
+        prompts: The token ids of each prompt, shaped (n,) with n > 0.
+
+    Returns:
+        The states, shaped (prompts, 2 dim), float64, on the CPU.
+    """
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+    states: dict[int, Tensor] = {}
+    with detached(base.model) as bare, autocast(base.precision, base.device.type):
+        for start in range(0, len(order), AT_ONCE):
+            numbers = order[start : start + AT_ONCE]
+            lengths = [len(prompts[number]) for number in numbers]
+            # A batch's last column is only predicted, so each prompt has a further token.
+            rows = [F.pad(prompts[number].long(), (0, 1)) for number in numbers]
+            ids = pad_sequence(rows, batch_first=True)
+            real = torch.arange(1, ids.shape[1]) <= torch.tensor(lengths)[:, None]
+            hidden = hidden_states(bare, Batch(ids, real, real).to(base.device)).double().cpu()
+            for number, tokens in zip(numbers, hidden.split(lengths), strict=True):
+                states[number] = torch.cat([tokens.mean(0), tokens[-1]])
+    return torch.stack([states[number] for number in range(len(prompts))])
+
+
+def answered(
+    gate: Gate | None,
+    base: Base,
+    model: PreTrainedModel,
+    rows: Examples,
+    score: Callable[[PreTrainedModel, Examples], Sequence[T]],
+) -> list[T]:
+    """Apply a function to the samples that a client's model answers, and to the base's samples.
+
+    Args:
+        gate: The client's gate; None if the client's model answers all prompts.
+        base: The base, to which the client's adapter is attached.
+        model: The client's model.
+        rows: The samples.
+        score: Function of a model and samples, which returns a value for each sample.
+
+    Returns:
+        The values, in the order of the samples.
+    """
+    if gate is None:
+        return list(score(model, rows))
+    accepted = gate.accepts(base, rows.prompts(base))
+    values: dict[int, T] = {}
+    if own := [number for number, own in enumerate(accepted) if own]:
+        values |= zip(own, score(model, rows.only(own)), strict=True)
+    if others := [number for number, own in enumerate(accepted) if not own]:
+        with detached(base.model) as bare:
+            values |= zip(others, score(bare, rows.only(others)), strict=True)
+    return [values[number] for number in range(len(accepted))]
+
+
+def gated_answers(
+    gate: Gate | None,
+    base: Base,
+    model: PreTrainedModel,
+    rows: Examples,
+    new_tokens: int,
+    batch: int,
+) -> list[str]:
+    """Generate an answer to each sample's prompt, as `generate_answers` does, behind a gate."""
+
+    def texts(answerer: PreTrainedModel, part: Examples) -> list[str]:
+        return generate_answers(base, answerer, part, new_tokens, batch)
+
+    return answered(gate, base, model, rows, texts)
+
+
+@contextmanager
+def answering(
+    gate: Gate | None, base: Base, model: PreTrainedModel, prompt: Tensor
+) -> Iterator[PreTrainedModel]:
+    """Yield the model that answers a prompt: the client's model or, inside the block, the base.
+
+    Args:
+        gate: The client's gate; None if the client's model answers all prompts.
+        base: The base, to which the client's adapter is attached.
+        model: The client's model.
+        prompt: The prompt's token ids, shaped (n,) with n > 0.
+    """
+    if gate is None or gate.accepts(base, [prompt])[0]:
+        yield model
+    else:
+        with detached(base.model) as bare:
+            yield bare
