@@ -51,7 +51,7 @@ from scipy import stats
 from torch import Tensor
 
 import coterie
-from coterie.adapters import Adapter, Selects, attached
+from coterie.adapters import Adapter, Selects, attached, detached
 from coterie.adapters.lora import LoraPair
 from coterie.analysis.tables import Table
 from coterie.bases import Base
@@ -74,7 +74,7 @@ from coterie.inference.questions import (
 from coterie.inference.questions import encoded as encoded_items
 from coterie.losses.head import divergence
 from coterie.losses.tokens import Batch, hidden_states, language_model_loss, token_losses
-from coterie.training.general import GeneralSamples, detached
+from coterie.training.general import GeneralSamples
 from coterie.training.update import Updater
 
 HERE = Path(__file__).parent
@@ -262,7 +262,7 @@ def run_values(variant: str, seed: int) -> dict[str, Any]:
     method = "fedavg" if method == "base" else method
     values |= {"method": {"name": method, **router}, "baselines": [], "seed": seed, "name": "run"}
     values["evaluation"] = {"keep": "last", "batch": 32, "split": "validation"}
-    if method == "local":  # there is no mean over clients
+    if method in ("auto", "local"):  # there is no mean over all clients
         del values["aggregation"]
     for change in changes_of(variant)[1]:
         apply_setting(values, change)

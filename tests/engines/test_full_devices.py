@@ -28,7 +28,7 @@ PLACES: dict[str, tuple[dict[str, Any], str]] = {
     "gradients": (COBO, "methods.cobo.sample_batch"),
     "contributions": (FEDAVG, "exchanges.exchange.Exchange._stored"),
     "aggregation": (FEDAVG, "methods.adapter.AdapterServer.aggregate"),
-    "generation": (FEDAVG, "evaluation.evaluate.generate_answers"),
+    "generation": (FEDAVG, "evaluation.gate.generate_answers"),
 }
 """For each task: a method, and a function that the task calls."""
 MESSAGES = {

@@ -63,13 +63,13 @@ def test_it_counts_bigrams(loaded) -> None:
 
 def test_runs_tables_and_reports_show_it(loaded, run, tmp_path, monkeypatch) -> None:
     written: list[list[str]] = []
-    generate = evaluation.generate_answers
+    generate = evaluation.gated_answers
 
     def kept(*arguments):
         written.append([f"{text} {text} c" for text in generate(*arguments)])
         return written[-1]
 
-    monkeypatch.setattr(evaluation, "generate_answers", kept)
+    monkeypatch.setattr(evaluation, "gated_answers", kept)
     done = coterie.run(run(method="local"), out=tmp_path / "local")
     clients = NAMES
     scores = done.results["local"]["trained"]

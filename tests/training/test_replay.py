@@ -11,11 +11,11 @@ from tensors import fill
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from coterie.adapters import Adapter
+from coterie.adapters import Adapter, detached
 from coterie.adapters.full import FullAdapter
 from coterie.bases import Base, load_tokenizer
 from coterie.training import replay as module
-from coterie.training.general import GeneralSamples, Replay, detached
+from coterie.training.general import GeneralSamples, Replay
 from coterie.training.replay import replayed
 from coterie.training.spec import ReplaySpec, TrainingSpec
 

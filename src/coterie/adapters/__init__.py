@@ -7,6 +7,7 @@ from coterie.adapters.adapter import detach as detach
 from coterie.adapters.adapter import first_experts as first_experts
 from coterie.adapters.amole import AmoleAdapter as AmoleAdapter
 from coterie.adapters.amole import AmoleLayout as AmoleLayout
+from coterie.adapters.detaching import detached as detached
 from coterie.adapters.layout import Layout as Layout
 from coterie.adapters.lease import LeaseAdapter as LeaseAdapter
 from coterie.adapters.lora import LoraLinear as LoraLinear

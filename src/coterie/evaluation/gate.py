@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from coterie.adapters import detached
 from coterie.bases import Base
 from coterie.bases.precision import autocast
 from coterie.data.examples import Examples
@@ -25,7 +26,6 @@ from coterie.evaluation.generation import generate_answers
 from coterie.losses.tokens import Batch, hidden_states
 from coterie.messages import State
 from coterie.messages.schema import check_shapes
-from coterie.training.general import detached
 
 T = TypeVar("T")
 GATE = "gate"
@@ -49,7 +49,7 @@ class Gate:
     def fitted(
         cls, own: Tensor, general: Tensor, own_held_out: Tensor, general_held_out: Tensor
     ) -> "Gate | None":
-        """Fit a gate by ridge regression on states, which are +1 and -1 for the two kinds.
+        """Compute a gate by ridge regression on states, with targets +1 and -1 for the two kinds.
 
         The states are standardised, both kinds have the same total weight, and the penalty is the
         mean squared norm of the weighted states. The threshold is the same number of standard

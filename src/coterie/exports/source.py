@@ -45,7 +45,7 @@ class Source:
     attach: Callable[[], PreTrainedModel]
     """Function that attaches the adapter to the base and returns the model."""
     tokenizer: Tokenizer
-    gate: Gate | None
+    gate: Gate | None = None
     """The client's gate; None if the model answers all requests."""
 
     @property

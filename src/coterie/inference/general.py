@@ -149,7 +149,7 @@ class _Maker:
         return self._shared(key, make)
 
     def gate(self) -> Gate | None:
-        """Fit the participant's gate to its own prompts and to general ones.
+        """Compute the participant's gate from its own prompts and general ones.
 
         The general prompts are the requests and texts that ship with Coterie, and requests that the
         base writes.

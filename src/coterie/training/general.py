@@ -1,7 +1,6 @@
 """General samples: samples that contain nothing private, with what a base predicts for them."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from coterie.adapters import attached, detach
+from coterie.adapters import detached
 from coterie.bases import Base
 from coterie.bases.precision import autocast
 from coterie.losses.tokens import (
@@ -125,18 +124,6 @@ class GeneralSamples:
 def _pieces(count: int) -> list[range]:
     """Return consecutive ranges of at most `AT_ONCE` numbers of samples."""
     return [range(start, min(start + AT_ONCE, count)) for start in range(0, count, AT_ONCE)]
-
-
-@contextmanager
-def detached(base: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Yield a base without its adapter; attach the adapter again at the end of the `with` block."""
-    adapter = attached(base)
-    detach(base)
-    try:
-        yield base
-    finally:
-        if adapter is not None:
-            adapter.attach(base)
 
 
 @dataclass(frozen=True)
