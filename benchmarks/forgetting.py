@@ -111,9 +111,11 @@ class Scorer:
         self.prompts = encoded_items(base, items, self.template)
         federation = gathered(config, base.tokenizer)
         self.people = {person.name: person for person in federation.clients}
-        training = config.training.model_copy(update={"gate": False, "replay": False})
+        training = config.training.model_copy(update={"gate": True, "replay": False})
         measured = config.model_copy(update={"training": training})
-        held_out = with_general(measured, base, federation.clients[0]).held_out
+        made = {n: with_general(measured, base, person) for n, person in self.people.items()}
+        self.gates = {name: person.gate for name, person in made.items()}
+        held_out = made[PEOPLE[0]].held_out
         assert held_out is not None, "drift is measured"
         self.held_out = held_out
         self.scored: dict[tuple[str, str], tuple[list[str], dict[str, Any]]] = {}
@@ -343,7 +345,7 @@ def main() -> None:
         took = time.process_time() - began[0], time.time() - began[1]
         models = RunModels(path)
         scorer: Scorer | None = None
-        for method, client, base, model, digest, gate in models.attached(options.clients):
+        for method, client, base, model, digest, _ in models.attached(options.clients):
             if scorer is None:  # the first model is the base
                 scorer = Scorer(models.config, base, options.final, options.english)
             if (method == "base") != (variant.partition(":")[0] == "base"):
@@ -359,7 +361,7 @@ def main() -> None:
                 for module in model.modules():
                     if isinstance(module, LoraPair):
                         module.B.data.mul_(float(scale))
-            gate = None if own.get("gate") == "off" else gate
+            gate = None if own.get("gate") == "off" or method == "base" else scorer.gates[client]
             line |= scorer.score(model, client, digest, gate)
             with scored.open("a") as file:
                 file.write(json.dumps(line) + "\n")

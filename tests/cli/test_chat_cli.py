@@ -146,7 +146,9 @@ def test_the_runs_own_template_is_read(values, ask, tmp_path) -> None:
     loader, config = Loader(), recorded(RunFolder(tmp_path / "run"))
     model = loader.load(RunFolder(tmp_path / "run"), config, "anna")
     template = chat_template(model.base.tokenizer, own)
-    expected = Speaker(*model[:2], template, Sampling(6, 0, 0.95, 0)).answer("Name it.", lambda _: None)
+    expected = Speaker(*model[:2], template, Sampling(6, 0, 0.95, 0)).answer(
+        "Name it.", lambda _: None
+    )
     assert f"anna\n{expected}\n" in result.out
     again = coterie.run({**run, "data": data | {"window": 60}}, out=tmp_path / "again")
     counts = RunFolder(again.path).description["clients"]["anna"]["samples"]

@@ -32,8 +32,12 @@ GATE = "gate"
 """The name of the gate's state in the state of a client."""
 AT_ONCE = 16
 """The number of prompts per forward pass."""
+PENALTY = 3.0
+"""The penalty of the regression, as a multiple of the mean squared norm of the rows."""
+DEVIATIONS = 2.0
+"""The distance of the threshold below the mean score of own prompts, in standard deviations."""
 MARGIN = 1.0
-"""The smallest distance of the threshold from the mean scores, in standard deviations."""
+"""The smallest distance of the threshold above that of general prompts, likewise."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,8 @@ class Gate:
     ) -> "Gate | None":
         """Compute a gate by ridge regression on states, with targets +1 and -1 for the two kinds.
 
-        The states are standardised, both kinds have the same total weight, and the penalty is the
-        mean squared norm of the weighted states. The threshold is the same number of standard
-        deviations from the mean scores of both kinds of held-out prompts.
+        The states are standardised, and both kinds have the same total weight. The threshold is so
+        low that nearly all of the client's held-out prompts are accepted.
 
         Args:
             own: The states of the client's training prompts, shaped (prompts, 2 dim), float64.
@@ -64,7 +67,7 @@ class Gate:
         Returns:
             The gate; None if the kinds cannot be told apart, so that the client's model had better
             answer everything: a kind has fewer than two prompts, or the threshold is less than
-            `MARGIN` standard deviations from the means.
+            `MARGIN` standard deviations above the mean score of the held-out general prompts.
         """
         if min(map(len, (own, general, own_held_out, general_held_out))) < 2:
             return None
@@ -75,15 +78,13 @@ class Gate:
         root = (0.5 / kinds.double()).sqrt().repeat_interleave(kinds)
         rows = (states - mean) / scale * root[:, None]
         kernel = rows @ rows.t()
-        kernel.diagonal().add_(kernel.diagonal().mean())
+        kernel.diagonal().add_(PENALTY * kernel.diagonal().mean())
         weights = rows.t() @ torch.linalg.solve(kernel, target * root) / scale
-        (a, s), (b, r) = (
-            (scores.mean().item(), scores.std().item())
-            for scores in (own_held_out @ weights, general_held_out @ weights)
-        )
-        if a - b <= MARGIN * (s + r):
+        accepted, refused = own_held_out @ weights, general_held_out @ weights
+        threshold = (accepted.mean() - DEVIATIONS * accepted.std()).item()
+        if threshold <= (refused.mean() + MARGIN * refused.std()).item():
             return None
-        return cls(weights, (a * r + b * s) / (s + r) if s + r else (a + b) / 2)
+        return cls(weights, threshold)
 
     @classmethod
     def restored(cls, state: State | None, base: Base) -> "Gate | None":
