@@ -9,8 +9,8 @@ from scripts import counts
 ROOT = Path(__file__).parent.parent
 LIMITS = {
     "files": 1_125,
-    "lines of src": 32_600,
-    "lines of tests": 38_600,
+    "lines of src": 32_850,
+    "lines of tests": 38_900,
     "lines of papers": 3_850,
     "lines of benchmarks": 2_700,
     "lines of scripts": 1_030,
