@@ -4,6 +4,7 @@ A cell of the table is a feature with a way. A feature's row names its ways; oth
 test of their own.
 """
 
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from test_phases_after import Counted
 from test_turns import Follow, OneFirst, StopIn, Twice, installed
 
 import coterie
+from coterie.bases import EMBEDDED
 from coterie.config.plugins import load_plugin
 from coterie.deployment.client import Worker
 from coterie.engines.clients import STATES
@@ -107,6 +109,14 @@ class Make:
         return self.run(method={"name": method} | small, bases={"poet": self.other}, **more)
 
 
+def assistant(folder: Path) -> str:
+    """Write a base that has a chat template of its own, and return its path."""
+    base = folder.parent / "assistant"
+    shutil.copytree(EMBEDDED / "tiny-gpt2", base, dirs_exist_ok=True)
+    shutil.copy(EMBEDDED / "chat.jinja", base / "chat_template.jinja")
+    return str(base)
+
+
 NOISE = {"name": "clipped_gaussian", "epsilon": 1e4}
 WHEN = {(WHO, round) for round in range(1, 9)}
 FEATURES: dict[str, Callable[[Make], coterie.RunConfig]] = {
@@ -144,6 +154,9 @@ FEATURES: dict[str, Callable[[Make], coterie.RunConfig]] = {
     "replay": lambda make: make.kind(
         "talks", CHATS, rounds=3, training=REPLAY, method="comigs-1g1s"
     ),
+    "gate": lambda make: make.kind(
+        "talks", CHATS, base=assistant(make.folders["talks"]), method="comigs-1g1s"
+    ),
     "preferences": lambda make: make.kind(
         "opinions",
         {"window": 40, "preferences": True},
@@ -167,6 +180,7 @@ FEATURES: dict[str, Callable[[Make], coterie.RunConfig]] = {
 SHOWN: dict[str, Callable[[dict[str, Any]], bool]] = {
     "patience": lambda result: len({*result["kept"].values()}) > 1,
     "excluded": lambda result: {*result["left_out"]} == {"whaler"},
+    "gate": lambda result: not any(result["drift"].values()),  # the base answers all requests
     "diverging": lambda result: {*result["left_out"]} == {WHO},
     "always diverging": lambda result: {*result["left_out"]} == {WHO},
 }
@@ -353,6 +367,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "weights": {"resumed": FAST, "newer clients": SLOW},
     "chats": {"resumed": FAST},
     "replay": {"resumed": FAST, "deployed": FAST, "ray": SLOW},
+    "gate": {"resumed": FAST, "deployed": FAST, "ray": SLOW},
     "preferences": {"resumed": SLOW, "deployed": SLOW},
     "diverging": EACH_TURN | {"one in memory": FAST},
     "always diverging": {"deployed": FAST},
