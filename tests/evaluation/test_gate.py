@@ -59,6 +59,15 @@ def test_kinds_that_cannot_be_told_apart_have_no_gate(distance, count) -> None:
     assert Gate.fitted(*states) is None
 
 
+def test_a_threshold_is_a_deviation_above_general_prompts() -> None:
+    states = kinds(5)
+    gate = Gate.fitted(*states)
+    assert gate is not None
+    own, general = (rows @ gate.weights for rows in states[2:])
+    assert float(own.mean() - 2 * own.std()) < gate.threshold
+    assert gate.threshold == pytest.approx(float(general.mean() + general.std()))
+
+
 def test_the_margin_decides_whether_there_is_a_gate(monkeypatch) -> None:
     states = kinds(6)
     monkeypatch.setattr(module, "MARGIN", 100)

@@ -37,7 +37,7 @@ PENALTY = 3.0
 DEVIATIONS = 2.0
 """The distance of the threshold below the mean score of own prompts, in standard deviations."""
 MARGIN = 1.0
-"""The smallest distance of the threshold above that of general prompts, likewise."""
+"""The smallest distance of the threshold from the mean score of either kind, likewise."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,9 @@ class Gate:
     ) -> "Gate | None":
         """Compute a gate by ridge regression on states, with targets +1 and -1 for the two kinds.
 
-        The states are standardised, and both kinds have the same total weight. The threshold is so
-        low that nearly all of the client's held-out prompts are accepted.
+        The states are standardised, and both kinds have the same total weight. The threshold is
+        `DEVIATIONS` below the mean score of the client's held-out prompts, so that nearly all are
+        accepted; but at least `MARGIN` above that of the held-out general prompts.
 
         Args:
             own: The states of the client's training prompts, shaped (prompts, 2 dim), float64.
@@ -67,7 +68,7 @@ class Gate:
         Returns:
             The gate; None if the kinds cannot be told apart, so that the client's model had better
             answer everything: a kind has fewer than two prompts, or the threshold is less than
-            `MARGIN` standard deviations above the mean score of the held-out general prompts.
+            `MARGIN` standard deviations below the mean score of the client's held-out prompts.
         """
         if min(map(len, (own, general, own_held_out, general_held_out))) < 2:
             return None
@@ -81,10 +82,11 @@ class Gate:
         kernel.diagonal().add_(PENALTY * kernel.diagonal().mean())
         weights = rows.t() @ torch.linalg.solve(kernel, target * root) / scale
         accepted, refused = own_held_out @ weights, general_held_out @ weights
-        threshold = (accepted.mean() - DEVIATIONS * accepted.std()).item()
-        if threshold <= (refused.mean() + MARGIN * refused.std()).item():
+        low = accepted.mean() - DEVIATIONS * accepted.std()
+        threshold = torch.maximum(low, refused.mean() + MARGIN * refused.std())
+        if threshold > accepted.mean() - MARGIN * accepted.std():
             return None
-        return cls(weights, threshold)
+        return cls(weights, threshold.item())
 
     @classmethod
     def restored(cls, state: State | None, base: Base) -> "Gate | None":
