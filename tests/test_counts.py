@@ -12,10 +12,10 @@ LIMITS = {
     "lines of src": 32_850,
     "lines of tests": 38_900,
     "lines of papers": 3_850,
-    "lines of benchmarks": 2_700,
+    "lines of benchmarks": 2_750,
     "lines of scripts": 1_030,
     "lines of examples": 480,
-    "words": 50_000,
+    "words": 50_200,
     "kB of the wheel": 22_000,
 }
 
