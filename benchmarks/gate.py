@@ -4,9 +4,9 @@
 
 The prompts are those in gate-prompts.yaml, which were written for this and are in no run: messages
 of residents, which a person's model should answer, and four kinds of general requests, which the
-base should answer. The table also has the area under the ROC curve (AUC): the fraction of pairs of a
-resident's message and a general request of which the message has the higher score. A change of the
-gate is tuned here, and not on the demo's test messages.
+base should answer. AUC, the area under the ROC curve, is the fraction of pairs of a resident's
+message and a general request of which the message has the higher score. A change of the gate is
+tuned here, and not on the demo's test messages.
 """
 
 from pathlib import Path
