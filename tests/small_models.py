@@ -1,5 +1,7 @@
-"""Tiny random models of two layers, without dropout."""
+"""Tiny random models of two layers, without dropout, and a base with a chat template."""
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 from transformers import (
@@ -9,6 +11,8 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
 )
+
+from coterie.bases import EMBEDDED
 
 VOCABULARY = 61
 
@@ -25,3 +29,10 @@ def llama(layers: int = 2, tied: bool = False) -> PreTrainedModel:
     sizes |= {"num_key_value_heads": 1, "max_position_embeddings": 32}
     sizes |= {"num_hidden_layers": layers, "tie_word_embeddings": tied}
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes))
+
+
+def write_assistant(path: Path) -> str:
+    """Write a base that has a chat template of its own, and return its path."""
+    shutil.copytree(EMBEDDED / "tiny-gpt2", path, dirs_exist_ok=True)
+    shutil.copy(EMBEDDED / "chat.jinja", path / "chat_template.jinja")
+    return str(path)

@@ -1,7 +1,6 @@
 """Gates of runs: who answers in every command, and what exports keep."""
 
 import json
-import shutil
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -9,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import write_assistant
 
 import coterie
-from coterie.bases import EMBEDDED
 from coterie.cli.talk import speakers
 from coterie.data.files import Record
 from coterie.evaluation import gate as module
@@ -44,10 +43,7 @@ def accept(monkeypatch) -> Accept:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> str:
     """A base that has a chat template of its own."""
-    base = tmp_path_factory.mktemp("assistant") / "base"
-    shutil.copytree(EMBEDDED / "tiny-gpt2", base)
-    shutil.copy(EMBEDDED / "chat.jinja", base / "chat_template.jinja")
-    return str(base)
+    return write_assistant(tmp_path_factory.mktemp("assistant") / "base")
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import write_assistant
 
 import coterie
 from coterie.analysis.benchmarks import GENERAL, evaluate
-from coterie.bases import EMBEDDED
 from coterie.cli.progress import drift_warning
 from coterie.data.general import shipped
 from coterie.inference import questions as module
@@ -34,10 +34,8 @@ def asked(monkeypatch) -> None:
 @pytest.fixture(scope="module")
 def assistants(chats, tmp_path_factory) -> dict[str, Any]:
     """A run on conversations, with a base that has a chat template of its own."""
-    base = tmp_path_factory.mktemp("assistant") / "base"
-    shutil.copytree(EMBEDDED / "tiny-gpt2", base)
-    shutil.copy(EMBEDDED / "chat.jinja", base / "chat_template.jinja")
-    changes = {"base": str(base), "baselines": ["local"], "threads": 1}
+    base = write_assistant(tmp_path_factory.mktemp("assistant") / "base")
+    changes = {"base": base, "baselines": ["local"], "threads": 1}
     return {**chats, **changes, "training": {**chats["training"], "learning_rate": 0.003}}
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from device import DeviceTensor
 from placed import PLACES, using
+from small_models import write_assistant
 
 import coterie
 from coterie.config.plugins import load_plugin
@@ -32,6 +33,7 @@ DATA: dict[str, Any] = {
             "replay": {"start": 0, "text": [{"request": "Why?"}, {"text": "It rains."}]},
         },
     },
+    "conversations, gate": {"data": {"messages": True}},
     "preferences": {"data": {"preferences": True}},
     "preferences, released": {
         "data": {"preferences": True},
@@ -92,6 +94,8 @@ def make(values, questions, talks, opinions) -> Callable[[str], RunConfig]:
             data = {"window": 40, "limits": limits} | changes.pop("data")
             clients = [{"name": client, "path": f"{client}.jsonl"} for client in NAMES]
             whole |= {"data": data, "data_root": str(folder), "clients": clients}
+        if "gate" in name:
+            whole["base"] = write_assistant(talks.parent / "assistant")
         return parse(values(**whole | changes))
 
     return run

@@ -4,7 +4,6 @@ A cell of the table is a feature with a way. A feature's row names its ways; oth
 test of their own.
 """
 
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +17,11 @@ from every_method import BEHAVIOURS, FEW, METHODS, marks, run_of
 from kept_runs import HIGH
 from killed_servers import run_until_killed
 from looped import NAMES, Killed, assert_same, entries, kill, result_of, steps
+from small_models import write_assistant
 from test_phases_after import Counted
 from test_turns import Follow, OneFirst, StopIn, Twice, installed
 
 import coterie
-from coterie.bases import EMBEDDED
 from coterie.config.plugins import load_plugin
 from coterie.deployment.client import Worker
 from coterie.engines.clients import STATES
@@ -109,14 +108,6 @@ class Make:
         return self.run(method={"name": method} | small, bases={"poet": self.other}, **more)
 
 
-def assistant(folder: Path) -> str:
-    """Write a base that has a chat template of its own, and return its path."""
-    base = folder.parent / "assistant"
-    shutil.copytree(EMBEDDED / "tiny-gpt2", base, dirs_exist_ok=True)
-    shutil.copy(EMBEDDED / "chat.jinja", base / "chat_template.jinja")
-    return str(base)
-
-
 NOISE = {"name": "clipped_gaussian", "epsilon": 1e4}
 WHEN = {(WHO, round) for round in range(1, 9)}
 FEATURES: dict[str, Callable[[Make], coterie.RunConfig]] = {
@@ -155,7 +146,10 @@ FEATURES: dict[str, Callable[[Make], coterie.RunConfig]] = {
         "talks", CHATS, rounds=3, training=REPLAY, method="comigs-1g1s"
     ),
     "gate": lambda make: make.kind(
-        "talks", CHATS, base=assistant(make.folders["talks"]), method="comigs-1g1s"
+        "talks",
+        CHATS,
+        base=write_assistant(make.folders["talks"].parent / "assistant"),
+        method="comigs-1g1s",
     ),
     "preferences": lambda make: make.kind(
         "opinions",

@@ -79,7 +79,7 @@ def test_each_key_acts_and_defaults_do_nothing(config) -> None:
     make = partial(config, method=method, rounds=2, clients=POET)
     known = {key.partition(",")[0] for key in CHANGES}
     known |= {"checkpointing", "store_activations"}  # memory and time alone
-    known |= {"dpo", "replay"}  # act on preferences, and through general samples
+    known |= {"dpo", "gate", "replay"}  # act on preferences, on who answers, and on general samples
     assert known == TrainingSpec.model_fields.keys()
     plain = trained(make(training=BASICS))
     explicit: dict[str, Any] = {"schedule": "cosine", "warmup": 0, "restart": False}

@@ -144,7 +144,7 @@ def prompt_states(base: Base, prompts: Sequence[Tensor]) -> Tensor:
             rows = [F.pad(prompts[number].long(), (0, 1)) for number in numbers]
             ids = pad_sequence(rows, batch_first=True)
             real = torch.arange(1, ids.shape[1]) <= torch.tensor(lengths)[:, None]
-            hidden = hidden_states(bare, Batch(ids, real, real).to(base.device)).double().cpu()
+            hidden = hidden_states(bare, Batch(ids, real, real).to(base.device)).cpu().double()
             for number, tokens in zip(numbers, hidden.split(lengths), strict=True):
                 states[number] = torch.cat([tokens.mean(0), tokens[-1]])
     return torch.stack([states[number] for number in range(len(prompts))])

@@ -112,7 +112,7 @@ class GeneralSamples:
         with autocast(base.precision, base.device.type):
             for piece in _pieces(len(chosen)):
                 numbers = [chosen[number] for number in piece]
-                total += self.divergences(base, model, numbers).double().sum().item()
+                total += self.divergences(base, model, numbers).cpu().double().sum().item()
         return total / self.terms(range(len(self.ids)))
 
     def prompts(self) -> list[Tensor]:
