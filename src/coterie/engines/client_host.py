@@ -371,10 +371,10 @@ def scored(
         A mapping from the name of each test text to the scores.
     """
     window, evaluation = config.data.window, config.evaluation
-    options = evaluation.batch, evaluation.generate, evaluation.metric
+    options = evaluation.batch, evaluation.generate, evaluation.metric, participant.gate
     with memory_for(EVALUATION, config, participant.name):
         return {
-            text: evaluate(base, model, tokens, window, *options, gate=participant.gate)
+            text: evaluate(base, model, tokens, window, *options)
             for text, tokens in participant.tests.items()
         }
 
