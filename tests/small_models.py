@@ -31,8 +31,8 @@ def llama(layers: int = 2, tied: bool = False) -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes))
 
 
-def write_assistant(path: Path) -> str:
+def write_assistant(path: str | Path) -> str:
     """Write a base that has a chat template of its own, and return its path."""
     shutil.copytree(EMBEDDED / "tiny-gpt2", path, dirs_exist_ok=True)
-    shutil.copy(EMBEDDED / "chat.jinja", path / "chat_template.jinja")
+    shutil.copy(EMBEDDED / "chat.jinja", Path(path, "chat_template.jinja"))
     return str(path)

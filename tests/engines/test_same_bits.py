@@ -145,12 +145,7 @@ FEATURES: dict[str, Callable[[Make], coterie.RunConfig]] = {
     "replay": lambda make: make.kind(
         "talks", CHATS, rounds=3, training=REPLAY, method="comigs-1g1s"
     ),
-    "gate": lambda make: make.kind(
-        "talks",
-        CHATS,
-        base=write_assistant(make.folders["talks"].parent / "assistant"),
-        method="comigs-1g1s",
-    ),
+    "gate": lambda make: make.kind("talks", CHATS, base=write_assistant(make.other + "-chat")),
     "preferences": lambda make: make.kind(
         "opinions",
         {"window": 40, "preferences": True},
@@ -175,8 +170,7 @@ SHOWN: dict[str, Callable[[dict[str, Any]], bool]] = {
     "patience": lambda result: len({*result["kept"].values()}) > 1,
     "excluded": lambda result: {*result["left_out"]} == {"whaler"},
     "gate": lambda result: not any(result["drift"].values()),  # the base answers all requests
-    "diverging": lambda result: {*result["left_out"]} == {WHO},
-    "always diverging": lambda result: {*result["left_out"]} == {WHO},
+    **dict.fromkeys(("diverging", "always diverging"), lambda r: {*r["left_out"]} == {WHO}),
 }
 """A predicate of the result of a feature's run."""
 
@@ -360,8 +354,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "bases, pretrained": {"ray": THOROUGH, "server killed": SLOW},
     "weights": {"resumed": FAST, "newer clients": SLOW},
     "chats": {"resumed": FAST},
-    "replay": {"resumed": FAST, "deployed": FAST, "ray": SLOW},
-    "gate": {"resumed": FAST, "deployed": FAST, "ray": SLOW},
+    **{key: {"resumed": FAST, "deployed": FAST, "ray": SLOW} for key in ("gate", "replay")},
     "preferences": {"resumed": SLOW, "deployed": SLOW},
     "diverging": EACH_TURN | {"one in memory": FAST},
     "always diverging": {"deployed": FAST},
