@@ -63,7 +63,7 @@ from coterie.data.chat import chat_template
 from coterie.evaluation.evaluate import ModelScorer
 from coterie.evaluation.gate import Gate, gated_answers
 from coterie.federation.participants import gathered
-from coterie.inference.general import with_general
+from coterie.inference.general import gated_drift, with_general
 from coterie.inference.models import RunModels
 from coterie.inference.questions import (
     SHIPPED,
@@ -159,14 +159,11 @@ class Scorer:
         known = knowledge(self.base, model, self.config.data, self.questions, gate)
         teams = {team.lower() for team, _ in lindenhof.TEAMS.values()}
         intruding = [any(f"{t} team" in r.lower() for t in teams) for r in known.replies]
-        asked = self.held_out.prompts()
-        accepted = [True] * len(asked) if gate is None else gate.accepts(self.base, asked)
-        answered = [number for number, own in enumerate(accepted) if own]
         return gated_answers(gate, self.base, model, self.prompts, 40, 64), {
             "said": known.right_replies,
             "intrusion": fmean(intruding),
             "chosen": known.right_choices,
-            "drift": self.held_out.drift(self.base, model, answered),
+            "drift": gated_drift(gate, self.base, model, self.held_out),
             "english": self._english(model, gate),
             "replied": list(known.replies),
         }

@@ -154,6 +154,6 @@ def test_the_base_answers_what_a_gate_does_not_accept(adapted) -> None:
     assert own[0] != general[0]
     assert own[1] != general[1]
     assert mixed == [general[0], own[1], general[2], own[3]]
-    theirs = answer_losses(base, untrained, rows, 4)
-    expected = torch.stack([theirs[0], nats[1], theirs[2], nats[3]])
+    base_nats = answer_losses(base, untrained, rows, 4)
+    expected = torch.stack([base_nats[0], nats[1], base_nats[2], nats[3]])
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)

@@ -17,6 +17,7 @@ import torch
 from serving import LIMITS, chat_values, connected, served
 
 import coterie
+from coterie.bases import Base
 from coterie.data.items import Turn
 from coterie.errors import CoterieError
 from coterie.evaluation.gate import Gate
@@ -105,11 +106,14 @@ def test_a_chat_has_the_answer_of_coterie_chat(server, models: Models) -> None:
 
 def test_the_base_answers_what_a_gate_does_not_accept(talks: Path, monkeypatch) -> None:
     models = Models([talks])
-    accepted = lambda self, base, prompts: ["river" in str(base.tokenizer.decode(prompts[0]))]  # noqa: E731
-    monkeypatch.setattr(Gate, "accepts", accepted)
-    gate = Gate(torch.zeros(1), 0.0)
+
+    def accepts(self: Gate, base: Base, prompts: list[torch.Tensor]) -> list[bool]:
+        return ["river" in str(base.tokenizer.decode(prompt)) for prompt in prompts]
+
+    monkeypatch.setattr(Gate, "accepts", accepts)
+    fallback = Gate(torch.zeros(1), 0.0), models.by_name["base"].weights
     names = models.names
-    models.names = {**names, "gated": replace(names["anna"], gate=gate)}
+    models.names = {**names, "gated": replace(names["anna"], fallback=fallback)}
     with served(models) as address, httpx.Client(base_url=address, timeout=60) as client:
 
         def says(model: str, question: str) -> str:
@@ -126,6 +130,15 @@ def test_the_base_answers_what_a_gate_does_not_accept(talks: Path, monkeypatch) 
             for model in ("gated", "anna")
         ]
         assert texts[0] == texts[1]
+
+
+def test_the_base_answers_for_the_shared_model_of_a_pooled_baseline(tmp_path, monkeypatch) -> None:
+    run = coterie.run(chat_values(baselines=["centralized"]), out=tmp_path / "run").path
+    monkeypatch.setattr(Gate, "restored", lambda *_: Gate(torch.zeros(1), 0.0))
+    models = Models([run]).by_name
+    fallbacks = {name: model.fallback for name, model in models.items() if name != "base"}
+    assert "centralized:everyone" in fallbacks
+    assert all(pair and pair[1] is models["base"].weights for pair in fallbacks.values())
 
 
 def test_another_adapter_may_be_attached_between_requests(server, models: Models) -> None:

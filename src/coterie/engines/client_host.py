@@ -23,7 +23,7 @@ from coterie.federation.participants import (
     text_digest,
 )
 from coterie.federation.pipeline import pipeline_of
-from coterie.inference.general import with_general
+from coterie.inference.general import gated_drift, with_general
 from coterie.inference.kept import Keeper, bring_back, compares_aggregated, stops
 from coterie.inference.reference import with_reference
 from coterie.messages import Json, Message, MessageError, State
@@ -346,11 +346,8 @@ class ClientHost:
 
     def _log_drift(self, model: PreTrainedModel, round: int) -> None:
         if (held_out := self.participant.held_out) is not None:
-            gate, answered = self.participant.gate, None
-            if gate is not None:
-                accepted = gate.accepts(self.base, held_out.prompts())
-                answered = [number for number, own in enumerate(accepted) if own]
-            self.log(self.name, metric.DRIFT, held_out.drift(self.base, model, answered), round)
+            drift = gated_drift(self.participant.gate, self.base, model, held_out)
+            self.log(self.name, metric.DRIFT, drift, round)
 
     def _scored(self) -> dict[str, Score]:
         """Score the client's current model on its test texts."""

@@ -95,10 +95,14 @@ def with_general(config: RunConfig, base: Base, participant: Participant) -> Par
     """
     spec = config.training.replay or None
     assistant = is_assistant(config, lambda: base.tokenizer)
+    gated = assistant and config.training.gate
+    measured = assistant and config.evaluation.general
+    if spec is None and not gated and not measured:
+        return participant
     maker = _Maker(base, config.data, participant)
-    if assistant and config.training.gate:
+    if gated:
         participant = replace(participant, gate=maker.gate())
-    if spec is None and not (assistant and config.evaluation.general):
+    if spec is None and not measured:
         return participant
     written = participant.data.train.beginnings is None
     held_out = maker.written("held out") if written else maker.samples(shipped(held_out=True))
@@ -116,6 +120,16 @@ def with_general(config: RunConfig, base: Base, participant: Participant) -> Par
         texts = shipped(held_out=False) if isinstance(spec.text, str) else spec.text
         trained = maker.samples(texts)
     return replace(participant, replay=Replay(spec, trained))
+
+
+def gated_drift(
+    gate: Gate | None, base: Base, model: PreTrainedModel, samples: GeneralSamples
+) -> float:
+    """Return the drift on general samples; where the base answers, the divergence is 0."""
+    if gate is None:
+        return samples.drift(base, model)
+    accepted = gate.accepts(base, samples.prompts())
+    return samples.drift(base, model, [number for number, own in enumerate(accepted) if own])
 
 
 class _Maker:

@@ -211,8 +211,8 @@ class Api:
         deadline = time.monotonic() + self.limits.seconds
         roles = wanted.coterie.routing and model.weights.routed
         job = Request(model.weights, ids, sampling, text, deliver, deadline, wanted.top, roles)
-        if is_chat and model.gate is not None:
-            job.gate, job.otherwise = model.gate, model.untrained
+        if is_chat:
+            job.fallback = model.fallback
         if not self.scheduler.submit(job):
             raise ApiError(429, "The server has too many requests; try again later.")
         try:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from coterie.federation.participants import EVERYONE
 from coterie.inference.asking import question_prompt
 from coterie.inference.finished import Loaded, Loader
 from coterie.inference.models import BASE, RunModels, Step, adapter_digest
+from coterie.methods.pretrained import bare
 
 Kind = Literal["base", "averaged", "personal"]
 """The kind of a model: the base, a model that all clients share, or a client's own model."""
@@ -54,8 +55,8 @@ class ServedModel:
         kind: The kind of the model; see `Kind`.
         own: Whether the method is the run's own method, instead of a baseline.
         weights: The model's weights.
-        untrained: The weights of the client's base, which answers what the gate does not accept.
-        gate: The client's gate; None if the model answers all requests.
+        fallback: The client's gate, and the weights of its base, which answers what the gate does
+            not accept; None if the model answers all requests.
         config: The configuration of the run.
     """
 
@@ -65,8 +66,7 @@ class ServedModel:
     kind: Kind
     own: bool
     weights: Weights
-    untrained: Weights
-    gate: Gate | None
+    fallback: tuple[Gate, Weights] | None
     config: RunConfig
 
     @cached_property
@@ -158,16 +158,16 @@ class Models:
 
     def _models_of(self, run: RunModels) -> Iterator[ServedModel]:
         done, total = 0, sum(len(loads) for _, loads in run.methods.values())
-        untrained: dict[str, Weights] = {}
         for method, (_, loads) in run.methods.items():
             weights: dict[str, Weights] = {}
-            gates: dict[str, Gate | None] = {}
+            fallbacks: dict[str, tuple[Gate, Weights]] = {}
             for client, load in loads.items():
                 self._step(f"{method}: {client}", done, total)
                 loaded = load(client)
-                weights[client], gates[client] = self._unique(loaded), loaded.gate
-                if method == BASE:
-                    untrained[client] = weights[client]
+                weights[client] = self._unique(loaded)
+                if loaded.gate is not None:
+                    untrained = Loaded(loaded.base, partial(bare, loaded.base))
+                    fallbacks[client] = loaded.gate, self._unique(untrained)
                 done += 1
             is_equal = len(weights) > 1 and len(set(map(id, weights.values()))) == 1
             is_shared = is_equal or EVERYONE in weights
@@ -175,9 +175,8 @@ class Models:
             for client, own in weights.items():
                 name, is_own = f"{method}:{client}", method == run.config.label
                 owner = None if client == EVERYONE else client
-                bare = untrained.get(client, own)
-                gate = gates[client]
-                yield ServedModel(name, owner, method, kind, is_own, own, bare, gate, run.config)
+                fallback = fallbacks.get(client)
+                yield ServedModel(name, owner, method, kind, is_own, own, fallback, run.config)
 
     def _unique(self, loaded: Loaded) -> Weights:
         """Return the weights of a loaded model, or those of an earlier model if they are equal."""

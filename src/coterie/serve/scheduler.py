@@ -85,8 +85,8 @@ class Request:
         logprobs: The number of the most probable tokens that are reported with each token; None
             if no log-probabilities are requested.
         roles: Whether the weights of the roles of experts are requested.
-        gate: The gate that has not yet seen the prompt; None if there is none, or if it has.
-        otherwise: The model that answers if the gate does not accept the prompt.
+        fallback: A gate that has not yet seen the prompt, and the model that answers if the gate
+            does not accept it; None if there is no such gate.
     """
 
     weights: Weights
@@ -97,8 +97,7 @@ class Request:
     deadline: float
     logprobs: int | None = None
     roles: bool = False
-    gate: Gate | None = None
-    otherwise: Weights | None = None
+    fallback: tuple[Gate, Weights] | None = None
     cancelled: bool = False
     """Whether the client has disconnected. Any thread may set this to True."""
     ended: bool = field(default=False, init=False)
@@ -285,13 +284,14 @@ class Scheduler:
     def _redirect(self, weights: Weights) -> None:
         """Move the waiting requests that their gates do not accept to other models."""
         waiting = self._groups[weights].waiting
-        for request in [request for request in waiting if request.gate is not None]:
-            gate, request.gate = request.gate, None
-            if request.otherwise is None or gate is None:
+        for request in list(waiting):
+            fallback, request.fallback = request.fallback, None
+            if fallback is None:
                 continue
+            gate, other = fallback
             if not gate.accepts(weights.base, [torch.tensor(request.prompt)])[0]:
                 waiting.remove(request)
-                self._groups.setdefault(request.otherwise, Group()).waiting.append(request)
+                self._groups.setdefault(other, Group()).waiting.append(request)
 
     def _fail(self, weights: Weights, error: Exception) -> None:
         """End all requests to a model after an unexpected error."""
