@@ -23,57 +23,67 @@ from coterie.methods.pretrained import bare
 
 
 def kinds(distance: float, count: int = 30) -> list[Tensor]:
-    """Return states of two kinds, for training and held out, whose means are apart."""
+    """Return states of training, validation and general prompts, whose means are apart."""
     chance = torch.Generator().manual_seed(1)
     shift = distance * torch.eye(6, dtype=torch.float64)[0]
-    rows = [torch.randn(n, 6, generator=chance).double() for n in (count, 2 * count, 9, 8)]
-    return [rows[0] + shift, rows[1], rows[2] + shift / 2, rows[3]]
+    rows = [torch.randn(n, 6, generator=chance).double() for n in (count, 9, 2 * count)]
+    return [rows[0] + shift, rows[1] + shift / 2, rows[2]]
+
+
+def naive_weights(states: Tensor, target: Tensor, share: Tensor, penalty: float) -> Tensor:
+    """Return the weights of a ridge regression, by a step of Newton's method."""
+    w = torch.zeros(states.shape[1]).double().requires_grad_()
+    loss = (share * (target - states @ w) ** 2).sum() + penalty * w.square().sum()
+    [first] = torch.autograd.grad(loss, w, create_graph=True)
+    second = torch.stack([torch.autograd.grad(g, w, retain_graph=True)[0] for g in first])
+    return torch.linalg.solve(second, -first.detach())
 
 
 def test_a_gate_is_a_ridge_regression() -> None:
-    own, general, own_held_out, general_held_out = kinds(8)
-    gate = Gate.fitted(own, general, own_held_out, general_held_out)
+    kind = kinds(8)
+    gate = Gate.fitted(*kind)
     assert gate is not None
-    states = torch.cat([own, general])
-    mean, scale = states.mean(0), states.std(0)
+    states = torch.cat(kind)
+    share = torch.tensor([0.25 / 30] * 30 + [0.25 / 9] * 9 + [0.5 / 60] * 60, dtype=torch.float64)
+    mean, scale = (share[:, None] * states).sum(0), states.std(0)
     z = (states - mean) / scale
-    share = torch.cat([torch.full((30,), 1 / 60), torch.full((60,), 1 / 120)]).double()
-    target = torch.tensor([1.0] * 30 + [-1.0] * 60).double()
-    penalty = 3 * (share * z.square().sum(1)).mean()
-    w = (torch.zeros(6).double()).requires_grad_()
-    loss = (share * (target - z @ w) ** 2).sum() + penalty * w.square().sum()
-    [first] = torch.autograd.grad(loss, w, create_graph=True)
-    second = torch.stack([torch.autograd.grad(g, w, retain_graph=True)[0] for g in first])
-    naive = torch.linalg.solve(second, -first.detach()) / scale
-    torch.testing.assert_close(gate.weights, naive, rtol=1e-9, atol=1e-12)
-    scores = own_held_out @ naive
-    assert gate.threshold == pytest.approx(float(scores.mean() - 2 * scores.std()))
-    assert float((general_held_out @ naive).max()) < gate.threshold
+    target = torch.tensor([1.0] * 39 + [-1.0] * 60).double()
+    penalty = module.PENALTY * float((share * z.square().sum(1)).mean())
+    naive = naive_weights(z, target, share, penalty)
+    torch.testing.assert_close(gate.weights, naive / scale, rtol=1e-9, atol=1e-12)
+    scores = []
+    for number, row in enumerate(z):
+        others = [n for n in range(99) if n != number]
+        without = naive_weights(z[others], target[others], share[others], penalty)
+        scores.append(float(row @ without))
+    own, general = torch.tensor(scores[30:39]).double(), torch.tensor(scores[39:]).double()
+    threshold = float(own.mean() - 2 * own.std())
+    assert gate.threshold - float(mean @ gate.weights) == pytest.approx(threshold)
+    assert float(general.mean() + general.std()) < threshold
 
 
 @pytest.mark.parametrize(("distance", "count"), [(0.1, 30), (-8, 30), (8, 1)])
 def test_kinds_that_cannot_be_told_apart_have_no_gate(distance, count) -> None:
-    states = kinds(distance, count)
-    if distance < 0:  # the held-out prompts are the wrong way round
-        states[2:] = states[:1:-1]
-    assert Gate.fitted(*states) is None
-
-
-def test_a_threshold_is_a_deviation_above_general_prompts() -> None:
-    states = kinds(5)
-    gate = Gate.fitted(*states)
-    assert gate is not None
-    own, general = (rows @ gate.weights for rows in states[2:])
-    assert float(own.mean() - 2 * own.std()) < gate.threshold
-    assert gate.threshold == pytest.approx(float(general.mean() + general.std()))
+    train, validation, general = kinds(distance, count)
+    if distance < 0:  # the validation prompts are like general ones
+        validation, general = general[:9], general[9:]
+    assert Gate.fitted(train, validation, general) is None
 
 
 def test_the_margin_decides_whether_there_is_a_gate(monkeypatch) -> None:
-    states = kinds(6)
+    states = kinds(10)
+    gate = Gate.fitted(*states)
+    assert gate is not None
     monkeypatch.setattr(module, "MARGIN", 100)
     assert Gate.fitted(*states) is None
-    monkeypatch.setattr(module, "MARGIN", 0)
-    assert Gate.fitted(*states) is not None
+    monkeypatch.setattr(module, "MARGIN", 1)
+    monkeypatch.setattr(module, "DEVIATIONS", 100)  # far below general prompts
+    bounded = Gate.fitted(*states)
+    assert bounded is not None
+    assert bounded.threshold < gate.threshold
+    accepted = [float((s @ gate.weights >= bounded.threshold).double().mean()) for s in states]
+    assert accepted[:2] == [1, 1]
+    assert 0 < accepted[2] < 0.3
 
 
 def test_a_gate_is_restored_or_refused() -> None:

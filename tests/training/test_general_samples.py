@@ -136,23 +136,17 @@ def test_a_gate_is_fitted_to_prompts_of_both_kinds(made, base, monkeypatch) -> N
     monkeypatch.setattr(gate.Gate, "fitted", lambda *states: fitted.append([*states]))
     monkeypatch.setattr(general, "MOST_PROMPTS", 5)
     data = made(CHATS, False).data
-    own, shown, own_held_out, shown_held_out = fitted[0]
-    for split, states in ((data.train, own), (data.validation, own_held_out)):
+    train, validation, shown = fitted[0]
+    for split, states in ((data.train, train), (data.validation, validation)):
         chosen = split.only(even(len(split), 5).tolist()).prompts(base)
         torch.testing.assert_close(states, prompt_states(base, chosen))
-    assert len(own) == 5
-    for states, held_out in ((shown, False), (shown_held_out, True)):
-        listed = [text.request or text.text for text in shipped(held_out)]
-        written = general.REQUESTS["held out" if held_out else "train"]
-        assert len(listed) < len(states) <= len(listed) + written
-        items = [
-            Conversation((Turn("user", text or ""), Turn("assistant", "A"))) for text in listed
-        ]
-        prompts = [chat_prompt(base, item) for item in items]
-        expected = prompt_states(base, prompts)
-        torch.testing.assert_close(states[: len(listed)], expected, rtol=1e-4, atol=1e-5)
+    assert len(train) == 5
+    listed = [text.request or text.text or "" for text in shipped(held_out=False)]
+    items = [Conversation((Turn("user", text), Turn("assistant", "A"))) for text in listed]
+    expected = prompt_states(base, [chat_prompt(base, item) for item in items])
+    torch.testing.assert_close(shown, expected, rtol=1e-4, atol=1e-5)
     made(CHATS, False)
-    assert fitted[1][1] is shown  # computed once for all clients
+    assert fitted[1][2] is shown  # computed once for all clients
 
 
 def chat_prompt(base: Base, item: Conversation) -> Tensor:

@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
@@ -32,10 +31,10 @@ GATE = "gate"
 """The name of the gate's state in the state of a client."""
 AT_ONCE = 16
 """The number of prompts per forward pass."""
-PENALTY = 3.0
+PENALTY = 1.0
 """The penalty of the regression, as a multiple of the mean squared norm of the rows."""
 DEVIATIONS = 2.0
-"""The distance of the threshold below the mean score of own prompts, in standard deviations."""
+"""The distance of the threshold below the mean validation score, in standard deviations."""
 MARGIN = 1.0
 """The smallest distance of the threshold from the mean score of either kind, likewise."""
 
@@ -50,43 +49,48 @@ class Gate:
     """The smallest weighted sum of a prompt that the client's model answers."""
 
     @classmethod
-    def fitted(
-        cls, own: Tensor, general: Tensor, own_held_out: Tensor, general_held_out: Tensor
-    ) -> "Gate | None":
-        """Compute a gate by ridge regression on states, with targets +1 and -1 for the two kinds.
+    def fitted(cls, train: Tensor, validation: Tensor, general: Tensor) -> "Gate | None":
+        """Compute a gate by ridge regression on states, with targets +1 (own) and -1 (general).
 
-        The states are standardised, and both kinds have the same total weight. The threshold is
-        `DEVIATIONS` below the mean score of the client's held-out prompts, so that nearly all are
-        accepted; but at least `MARGIN` above that of the held-out general prompts.
+        The states are standardised. Own and general prompts have the same total weight, and so do
+        the client's training and validation prompts, because validation prompts are those that most
+        resemble later ones. Every prompt is then scored by the regression on all others. The
+        threshold is `DEVIATIONS` below the mean score of the validation prompts, so that nearly all
+        are accepted; but at least `MARGIN` above that of the general prompts.
 
         Args:
-            own: The states of the client's training prompts, shaped (prompts, 2 dim), float64.
+            train: The states of the client's training prompts, shaped (prompts, 2 dim), float64.
+            validation: The states of the client's validation prompts, likewise.
             general: The states of general prompts, likewise.
-            own_held_out: The states of the client's validation prompts, likewise.
-            general_held_out: The states of other general prompts, likewise.
 
         Returns:
             The gate; None if the kinds cannot be told apart, so that the client's model had better
-            answer everything: a kind has fewer than two prompts, or the threshold is less than
-            `MARGIN` standard deviations below the mean score of the client's held-out prompts.
+            answer everything: there are fewer than two prompts of a kind, or the threshold is less
+            than `MARGIN` standard deviations below the mean score of the validation prompts.
         """
-        if min(map(len, (own, general, own_held_out, general_held_out))) < 2:
+        kinds = (train, validation, general)
+        sizes = [len(kind) for kind in kinds]
+        if min(sizes) < 2:
             return None
-        states = torch.cat([own, general])
-        mean, scale = states.mean(0), states.std(0).clamp_min(1e-6)
-        kinds = torch.tensor([len(own), len(general)])
-        target = own.new_tensor([1.0, -1.0]).repeat_interleave(kinds)
-        root = (0.5 / kinds.double()).sqrt().repeat_interleave(kinds)
-        rows = (states - mean) / scale * root[:, None]
+        counts = torch.tensor(sizes)
+        target = train.new_tensor([1.0, 1.0, -1.0]).repeat_interleave(counts)
+        share = (train.new_tensor([0.25, 0.25, 0.5]) / counts).repeat_interleave(counts)
+        states = torch.cat(kinds)
+        mean, scale = share @ states, states.std(0).clamp_min(1e-6)
+        rows = (states - mean) / scale * share.sqrt()[:, None]
         kernel = rows @ rows.t()
-        kernel.diagonal().add_(PENALTY * kernel.diagonal().mean())
-        weights = rows.t() @ torch.linalg.solve(kernel, target * root) / scale
-        accepted, refused = own_held_out @ weights, general_held_out @ weights
+        ridge = PENALTY * kernel.diagonal().mean() * torch.eye(len(kernel), dtype=kernel.dtype)
+        inverse = torch.linalg.inv(kernel + ridge)
+        weights = rows.t() @ (inverse @ (target * share.sqrt())) / scale
+        # The score of a row by the regression without this row, with the same mean and scale
+        own = (kernel @ inverse).diagonal()
+        scores = ((states - mean) @ weights - own * target) / (1 - own)
+        _, accepted, refused = scores.split(sizes)
         low = accepted.mean() - DEVIATIONS * accepted.std()
         threshold = torch.maximum(low, refused.mean() + MARGIN * refused.std())
         if threshold > accepted.mean() - MARGIN * accepted.std():
             return None
-        return cls(weights, threshold.item())
+        return cls(weights, (threshold + mean @ weights).item())
 
     @classmethod
     def restored(cls, state: State | None, base: Base) -> "Gate | None":
@@ -134,20 +138,20 @@ def prompt_states(base: Base, prompts: Sequence[Tensor]) -> Tensor:
     Returns:
         The states, shaped (prompts, 2 dim), float64, on the CPU.
     """
-    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
-    states: dict[int, Tensor] = {}
+    rows = [tuple(prompt.tolist()) for prompt in prompts]
+    distinct = sorted(set(rows), key=len)
+    states: dict[tuple[int, ...], Tensor] = {}
     with detached(base.model) as bare, autocast(base.precision, base.device.type):
-        for start in range(0, len(order), AT_ONCE):
-            numbers = order[start : start + AT_ONCE]
-            lengths = [len(prompts[number]) for number in numbers]
+        for start in range(0, len(distinct), AT_ONCE):
+            part = distinct[start : start + AT_ONCE]
+            lengths = [len(row) for row in part]
             # A batch's last column is only predicted, so each prompt has a further token.
-            rows = [F.pad(prompts[number].long(), (0, 1)) for number in numbers]
-            ids = pad_sequence(rows, batch_first=True)
+            ids = pad_sequence([torch.tensor([*row, 0]) for row in part], batch_first=True)
             real = torch.arange(1, ids.shape[1]) <= torch.tensor(lengths)[:, None]
             hidden = hidden_states(bare, Batch(ids, real, real).to(base.device)).cpu().double()
-            for number, tokens in zip(numbers, hidden.split(lengths), strict=True):
-                states[number] = torch.cat([tokens.mean(0), tokens[-1]])
-    return torch.stack([states[number] for number in range(len(prompts))])
+            for row, tokens in zip(part, hidden.split(lengths), strict=True):
+                states[row] = torch.cat([tokens.mean(0), tokens[-1]])
+    return torch.stack([states[row] for row in rows])
 
 
 def answered(

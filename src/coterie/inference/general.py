@@ -23,7 +23,7 @@ from coterie.data.chat import ChatTemplate, chat_template
 from coterie.data.examples import Examples, Sample, samples_of
 from coterie.data.general import GeneralText, list_digest, shipped
 from coterie.data.item_split import even
-from coterie.data.items import Conversation, Turn
+from coterie.data.items import Conversation
 from coterie.data.parts import bare_encoder
 from coterie.data.spec import DataSpec
 from coterie.data.split import Split
@@ -31,7 +31,6 @@ from coterie.errors import CoterieError
 from coterie.evaluation.gate import Gate, prompt_states
 from coterie.evaluation.generation import (
     Sampling,
-    before_any,
     ends_of,
     generate_answers,
     generated,
@@ -52,10 +51,6 @@ Purpose = Literal["train", "held out"]
 """The use of general samples: to train models and to fit gates, or to measure drift and errors."""
 WRITTEN: dict[Purpose, int] = {"train": 32, "held out": 8}
 """The numbers of texts that a base writes."""
-REQUESTS: dict[Purpose, int] = {"train": 160, "held out": 32}
-"""The numbers of requests that a base writes."""
-MARK = "QUESTION"
-"""A text that takes the place of a request, to find where a user's turn begins."""
 AT_ONCE = 32
 """The number of requests that a base answers at once."""
 
@@ -163,46 +158,24 @@ class _Maker:
         return self._shared(key, make)
 
     def gate(self) -> Gate | None:
-        """Compute the participant's gate from its own prompts and general ones.
+        """Compute the participant's gate from its own prompts and those that ship with Coterie."""
+        train, validation = map(self._own_states, (self.own.train, self.own.validation))
+        return Gate.fitted(train, validation, self._general_states())
 
-        The general prompts are the requests and texts that ship with Coterie, and requests that the
-        base writes.
-        """
-        own, general = [], []
-        splits: dict[Purpose, Split] = {"train": self.own.train, "held out": self.own.validation}
-        for purpose, split in splits.items():
-            samples = split.beginnings
-            assert samples is not None, "conversations and instructions have prompts"
-            chosen = even(len(samples), MOST_PROMPTS).tolist()
-            own.append(prompt_states(self.base, samples.only(chosen).prompts(self.base)))
-            general.append(self._general_states(purpose))
-        return Gate.fitted(own[0], general[0], own[1], general[1])
+    def _own_states(self, split: Split) -> Tensor:
+        samples = split.beginnings
+        assert samples is not None, "conversations and instructions have prompts"
+        chosen = even(len(samples), MOST_PROMPTS).tolist()
+        return prompt_states(self.base, samples.only(chosen).prompts(self.base))
 
-    def _general_states(self, purpose: Purpose) -> Tensor:
+    def _general_states(self) -> Tensor:
         """Return the states of general prompts, which clients with the same base share."""
-        key = self._key(purpose, list_digest(), self._form)
+        key = self._key(list_digest(), self._form)
         shared = _states.setdefault(self.base.model, {})
         if key not in shared:
-            listed = (text.request or text.text for text in shipped(purpose == "held out"))
-            requests = [*filter(None, listed), *self._requests(purpose)]
-            shared[key] = prompt_states(self.base, self._unanswered(requests).prompts(self.base))
+            texts = [text.request or text.text or "" for text in shipped(held_out=False)]
+            shared[key] = prompt_states(self.base, self._unanswered(texts).prompts(self.base))
         return shared[key]
-
-    def _requests(self, purpose: Purpose) -> list[str]:
-        """Return requests that the base writes: continuations of the beginning of a user's turn.
-
-        Bases that were trained on conversations write requests like those they were trained on
-        (arXiv 2406.08464).
-        """
-        template = chat_template(self.base.tokenizer, self.data.chat_template)
-        opening = template.opening_and_answer((Turn("user", MARK),))[0]
-        prompt = bare_encoder(self.base.tokenizer)[0].encode(
-            opening.rpartition(MARK)[0], add_special_tokens=False
-        )
-        ends, stops = ends_of(self.base.tokenizer, template.markers)
-        key = self._key("requests", purpose, template.source)
-        texts = self._sampled(prompt.ids, REQUESTS[purpose], purpose, key, ends)
-        return [text for text in (before_any(text, stops).strip() for text in texts) if text]
 
     def written(self, purpose: Purpose) -> GeneralSamples:
         """Return texts that the base writes, each from its beginning, as samples."""
@@ -267,24 +240,10 @@ class _Maker:
         return list(zip(ids, counted, strict=True))
 
     def _written(self, purpose: Purpose, key: str) -> list[str]:
-        """Return texts that the base writes."""
-        prompt, (ends, _) = [self.base.context_token], ends_of(self.base.tokenizer, ())
-        return self._sampled(prompt, WRITTEN[purpose], purpose, key, ends)
-
-    def _sampled(
-        self, prompt: Sequence[int], count: int, purpose: Purpose, key: str, ends: Sequence[int]
-    ) -> list[str]:
-        """Return continuations of a prompt, drawn from the base's distribution, from the cache.
-
-        Args:
-            prompt: The token ids of the prompt.
-            count: The number of continuations.
-            purpose: What they are for, on which the seed depends.
-            key: The name of the cache file.
-            ends: The ids of tokens that end a continuation.
-        """
-        base = self.base
-        ids = torch.tensor([prompt] * count, device=base.device)
+        """Return texts that the base writes, drawn from its distribution, from the cache."""
+        base, count = self.base, WRITTEN[purpose]
+        ends, _ = ends_of(base.tokenizer, ())
+        ids = torch.full((count, 1), base.context_token, device=base.device)
         sampling = Sampling(self.longest, temperature=1.0).config(ends)
 
         def write() -> list[str]:
@@ -293,7 +252,7 @@ class _Maker:
                 torch.manual_seed([*WRITTEN].index(purpose))
                 mask = torch.ones_like(ids)
                 rows = generated(bare(base), ids, mask, generation_config=sampling)
-            new = rows[:, len(prompt) :].tolist()
+            new = rows[:, 1:].tolist()
             return [str(base.tokenizer.decode(row, skip_special_tokens=True)) for row in new]
 
         return _cached(key, count, write)
