@@ -34,8 +34,9 @@ def drift_warning(client: str | None, drift: float) -> str:
     """Return the warning for a value of the metric `DRIFT` above `MOST_DRIFT`."""
     return (
         f"Warning: {client}'s model has lost much of what its base knew (drift {drift:.2f} nats "
-        "per token on general requests); replay, a lower learning rate or fewer steps help "
-        "(training.replay)."
+        "per token on general requests). What helps: a gate, if this client's prompts are unlike "
+        "general requests (training.gate), replay (training.replay), a lower learning rate or "
+        "fewer steps."
     )
 
 
