@@ -22,12 +22,12 @@ from coterie.messages import MessageError, State
 from coterie.methods.pretrained import bare
 
 
-def kinds(distance: float, count: int = 30) -> list[Tensor]:
+def kinds(distance: float, count: int = 30, spread: float = 1) -> list[Tensor]:
     """Return states of training, validation and general prompts, whose means are apart."""
     chance = torch.Generator().manual_seed(1)
     shift = distance * torch.eye(6, dtype=torch.float64)[0]
     rows = [torch.randn(n, 6, generator=chance).double() for n in (count, 9, 2 * count)]
-    return [rows[0] + shift, rows[1] + shift / 2, rows[2]]
+    return [rows[0] + shift, spread * rows[1] + shift / 2, rows[2]]
 
 
 def naive_weights(states: Tensor, target: Tensor, share: Tensor, penalty: float) -> Tensor:
@@ -39,8 +39,9 @@ def naive_weights(states: Tensor, target: Tensor, share: Tensor, penalty: float)
     return torch.linalg.solve(second, -first.detach())
 
 
-def test_a_gate_is_a_ridge_regression() -> None:
-    kind = kinds(8)
+@pytest.mark.parametrize("spread", [1, 0.1])  # of validation prompts
+def test_a_gate_is_a_ridge_regression(spread) -> None:
+    kind = kinds(8, spread=spread)
     gate = Gate.fitted(*kind)
     assert gate is not None
     states = torch.cat(kind)
@@ -56,8 +57,9 @@ def test_a_gate_is_a_ridge_regression() -> None:
         others = [n for n in range(99) if n != number]
         without = naive_weights(z[others], target[others], share[others], penalty)
         scores.append(float(row @ without))
-    own, general = torch.tensor(scores[30:39]).double(), torch.tensor(scores[39:]).double()
-    threshold = float(own.mean() - 2 * own.std())
+    train, own, general = torch.tensor(scores).double().split([30, 9, 60])
+    assert (own.std() > train.std()) == (spread == 1)
+    threshold = float(own.mean() - 1.5 * max(own.std(), train.std()))
     assert gate.threshold - float(mean @ gate.weights) == pytest.approx(threshold)
     assert float(general.mean() + general.std()) < threshold
 

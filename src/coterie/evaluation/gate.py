@@ -33,7 +33,7 @@ AT_ONCE = 16
 """The number of prompts per forward pass."""
 PENALTY = 1.0
 """The penalty of the regression, as a multiple of the mean squared norm of the rows."""
-DEVIATIONS = 2.0
+DEVIATIONS = 1.5
 """The distance of the threshold below the mean validation score, in standard deviations."""
 MARGIN = 1.0
 """The smallest distance of the threshold from the mean score of either kind, likewise."""
@@ -55,8 +55,8 @@ class Gate:
         The states are standardised. Own and general prompts have the same total weight, and so do
         the client's training and validation prompts, because validation prompts are those that most
         resemble later ones. Every prompt is then scored by the regression on all others. The
-        threshold is `DEVIATIONS` below the mean score of the validation prompts, so that nearly all
-        are accepted; but at least `MARGIN` above that of the general prompts.
+        threshold is `DEVIATIONS` below the mean score of the validation prompts, so that most of
+        their kind are accepted; but at least `MARGIN` above that of the general prompts.
 
         Args:
             train: The states of the client's training prompts, shaped (prompts, 2 dim), float64.
@@ -85,10 +85,12 @@ class Gate:
         # The score of a row by the regression without this row, with the same mean and scale
         own = (kernel @ inverse).diagonal()
         scores = ((states - mean) @ weights - own * target) / (1 - own)
-        _, accepted, refused = scores.split(sizes)
-        low = accepted.mean() - DEVIATIONS * accepted.std()
+        trained, accepted, refused = scores.split(sizes)
+        # A few validation prompts may lie close together by chance.
+        deviation = torch.maximum(accepted.std(), trained.std())
+        low = accepted.mean() - DEVIATIONS * deviation
         threshold = torch.maximum(low, refused.mean() + MARGIN * refused.std())
-        if threshold > accepted.mean() - MARGIN * accepted.std():
+        if threshold > accepted.mean() - MARGIN * deviation:
             return None
         return cls(weights, (threshold + mean @ weights).item())
 
