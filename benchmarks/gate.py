@@ -4,9 +4,10 @@
 
 The prompts are those in gate-prompts.yaml, which were written for this and are in no run: messages
 of residents, which a person's model should answer, and four kinds of general requests, which the
-base should answer. AUC, the area under the ROC curve, is the fraction of pairs of a resident's
-message and a general request of which the message has the higher score. A change of the gate is
-tuned here, and not on the demo's test messages.
+base should answer. The base should also answer passages of 80 words from books. AUC, the area under
+the ROC curve, is the fraction of pairs of a resident's message and another prompt of which the
+message has the higher score. A change of the gate is tuned here, and not on the demo's test
+messages.
 """
 
 from pathlib import Path
@@ -14,7 +15,7 @@ from statistics import fmean
 
 import torch
 import yaml
-from forgetting import PEOPLE, run_values
+from forgetting import ASSISTANTS, PEOPLE, run_values
 from rich.console import Console
 
 from coterie.analysis.tables import Table
@@ -27,6 +28,9 @@ from coterie.inference.general import with_general
 from coterie.inference.questions import encoded, in_form
 
 PROMPTS = Path(__file__).parent / "gate-prompts.yaml"
+BOOKS = ASSISTANTS.parent / "demo-writers"
+STARTS = range(0, 10_000, 1000)
+"""The first words of the passages in each book."""
 
 
 def main() -> None:
@@ -34,6 +38,10 @@ def main() -> None:
     base = load_base(config.base, config.training.precision, config.data.window)
     template = chat_template(base.tokenizer, config.data.chat_template)
     kinds = yaml.safe_load(PROMPTS.read_text(encoding="utf-8"))
+    books = [book.read_text(encoding="utf-8") for book in BOOKS.glob("*.txt")]
+    kinds["passages"] = [
+        " ".join(book.split()[start : start + 80]) for book in books for start in STARTS
+    ]
     states = {
         kind: prompt_states(
             base, encoded(base, in_form(config.data, template, texts), template).prompts(base)

@@ -144,7 +144,8 @@ def test_a_gate_is_fitted_to_prompts_of_both_kinds(made, base, monkeypatch) -> N
     listed = [text.request or text.text or "" for text in shipped(held_out=False)]
     items = [Conversation((Turn("user", text), Turn("assistant", "A"))) for text in listed]
     expected = prompt_states(base, [chat_prompt(base, item) for item in items])
-    torch.testing.assert_close(shown, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(shown[: len(listed)], expected, rtol=1e-4, atol=1e-5)
+    assert len(shown) - len(listed) == general.WRITTEN["train"]
     made(CHATS, False)
     assert fitted[1][2] is shown  # computed once for all clients
 

@@ -31,9 +31,9 @@ GATE = "gate"
 """The name of the gate's state in the state of a client."""
 AT_ONCE = 16
 """The number of prompts per forward pass."""
-PENALTY = 1.0
+PENALTY = 0.3
 """The penalty of the regression, as a multiple of the mean squared norm of the rows."""
-DEVIATIONS = 1.5
+DEVIATIONS = 2.0
 """The distance of the threshold below the mean validation score, in standard deviations."""
 MARGIN = 1.0
 """The smallest distance of the threshold from the mean score of either kind, likewise."""

@@ -158,7 +158,10 @@ class _Maker:
         return self._shared(key, make)
 
     def gate(self) -> Gate | None:
-        """Compute the participant's gate from its own prompts and those that ship with Coterie."""
+        """Compute the participant's gate from its own prompts and general ones.
+
+        The general prompts are those that ship with Coterie, and texts that the base writes.
+        """
         train, validation = map(self._own_states, (self.own.train, self.own.validation))
         return Gate.fitted(train, validation, self._general_states())
 
@@ -173,18 +176,18 @@ class _Maker:
         key = self._key(list_digest(), self._form)
         shared = _states.setdefault(self.base.model, {})
         if key not in shared:
-            texts = [text.request or text.text or "" for text in shipped(held_out=False)]
+            listed = (text.request or text.text or "" for text in shipped(held_out=False))
+            texts = [*listed, *filter(None, self._written("train"))]
             shared[key] = prompt_states(self.base, self._unanswered(texts).prompts(self.base))
         return shared[key]
 
     def written(self, purpose: Purpose) -> GeneralSamples:
         """Return texts that the base writes, each from its beginning, as samples."""
-        key = self._key(purpose, self.longest)
 
         def make() -> list[Row]:
-            return list(map(self._plain, self._written(purpose, key)))
+            return list(map(self._plain, self._written(purpose)))
 
-        return self._shared(key, make)
+        return self._shared(self._key(purpose, self.longest), make)
 
     def _key(self, *parts: Any) -> str:
         base = self.base
@@ -239,7 +242,7 @@ class _Maker:
         ids, counted = split.ids.long().split(sizes), split.counted.split(sizes)
         return list(zip(ids, counted, strict=True))
 
-    def _written(self, purpose: Purpose, key: str) -> list[str]:
+    def _written(self, purpose: Purpose) -> list[str]:
         """Return texts that the base writes, drawn from its distribution, from the cache."""
         base, count = self.base, WRITTEN[purpose]
         ends, _ = ends_of(base.tokenizer, ())
@@ -255,7 +258,7 @@ class _Maker:
             new = rows[:, 1:].tolist()
             return [str(base.tokenizer.decode(row, skip_special_tokens=True)) for row in new]
 
-        return _cached(key, count, write)
+        return _cached(self._key(purpose, self.longest), count, write)
 
     def _plain(self, text: str) -> Row:
         encoder, end = bare_encoder(self.base.tokenizer)
