@@ -2,12 +2,11 @@
 
     python benchmarks/gate.py
 
-The prompts are those in gate-prompts.yaml, which were written for this and are in no run: messages
-of residents, which a person's model should answer, and four kinds of general requests, which the
-base should answer. The base should also answer passages of 80 words from books. AUC, the area under
-the ROC curve, is the fraction of pairs of a resident's message and another prompt of which the
-message has the higher score. A change of the gate is tuned here, and not on the demo's test
-messages.
+The prompts in gate-prompts.yaml were written for this benchmark and are in no run: messages of
+residents, for a person's model to answer, and four kinds of general requests, for the base to
+answer. Passages of 80 words from books are further prompts for the base. AUC, the area under the
+ROC curve, is the fraction of pairs (a resident's message, another prompt) in which the message has
+the higher score. Tune changes of the gate here, and not on the demo's test messages.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""The gate of a client: which prompts its model answers, while the base answers all others.
+"""The gate of a client: whether the client's model or the base answers a prompt.
 
 A model that is trained for a few steps on one kind of text treats every prompt as text of this
-kind. The base's own hidden states tell the kinds apart better than such short training does, so a
-linear classifier of these states decides, and nothing of the base is forgotten.
+kind. The base's hidden states tell this kind from others better than the trained model does, so a
+linear classifier of these states decides. The base, unchanged, answers the rest.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,35 +28,41 @@ from coterie.messages.schema import check_shapes
 
 T = TypeVar("T")
 GATE = "gate"
-"""The name of the gate's state in the state of a client."""
+"""The name of the gate in the state of a client."""
 AT_ONCE = 16
 """The number of prompts per forward pass."""
 PENALTY = 0.3
-"""The penalty of the regression, as a multiple of the mean squared norm of the rows."""
+"""The ridge penalty, as a multiple of the mean squared norm of the weighted states."""
 DEVIATIONS = 2.0
-"""The distance of the threshold below the mean validation score, in standard deviations."""
+"""The largest distance of the threshold below the mean score of validation prompts, in standard
+deviations."""
 MARGIN = 1.0
-"""The smallest distance of the threshold from the mean score of either kind, likewise."""
+"""The smallest distance of the threshold from the mean scores of validation and general prompts,
+likewise."""
 
 
 @dataclass(frozen=True)
 class Gate:
-    """A linear classifier of prompts by the base's last hidden states; see `prompt_states`."""
+    """A linear classifier of prompts by the base's last hidden states; see `prompt_states`.
+
+    The base's hidden size is called dim.
+    """
 
     weights: Tensor
-    """The weights of the states' entries, shaped (2 dim,), float64."""
+    """A weight for each entry of a state, shaped (2 dim,), float64."""
     threshold: float
-    """The smallest weighted sum of a prompt that the client's model answers."""
+    """The client's model answers prompts whose states have at least this weighted sum."""
 
     @classmethod
     def fitted(cls, train: Tensor, validation: Tensor, general: Tensor) -> "Gate | None":
         """Compute a gate by ridge regression on states, with targets +1 (own) and -1 (general).
 
-        The states are standardised. Own and general prompts have the same total weight, and so do
-        the client's training and validation prompts, because validation prompts are those that most
-        resemble later ones. Every prompt is then scored by the regression on all others. The
-        threshold is `DEVIATIONS` below the mean score of the validation prompts, so that most of
-        their kind are accepted; but at least `MARGIN` above that of the general prompts.
+        The states are standardised. Own and general prompts have the same total weight. So do, of
+        the own ones, training and validation prompts, because the latter most resemble later
+        prompts. Every prompt is then scored by the regression on all others. The threshold is
+        `DEVIATIONS` standard deviations (of validation or training scores, whichever is larger)
+        below the mean score of the validation prompts, so that most of their kind are accepted; but
+        at least `MARGIN` standard deviations of the general prompts' scores above their mean.
 
         Args:
             train: The states of the client's training prompts, shaped (prompts, 2 dim), float64.
@@ -64,9 +70,9 @@ class Gate:
             general: The states of general prompts, likewise.
 
         Returns:
-            The gate; None if the kinds cannot be told apart, so that the client's model had better
-            answer everything: there are fewer than two prompts of a kind, or the threshold is less
-            than `MARGIN` standard deviations below the mean score of the validation prompts.
+            The gate; None if the client's model should answer everything, because one of the three
+            arguments has fewer than two prompts, or the threshold is less than `MARGIN` standard
+            deviations below the mean score of the validation prompts.
         """
         kinds = (train, validation, general)
         sizes = [len(kind) for kind in kinds]
@@ -96,10 +102,10 @@ class Gate:
 
     @classmethod
     def restored(cls, state: State | None, base: Base) -> "Gate | None":
-        """Return the gate in a state that `state()` returned; None if there is no state.
+        """Return the gate that `state()` saved in a state; None if there is no state.
 
         Raises:
-            CoterieError: The state is damaged, or belongs to another base.
+            CoterieError: The state is damaged, or belongs to a base with another hidden size.
         """
         if state is None:
             return None
@@ -131,10 +137,10 @@ class Gate:
 
 @torch.no_grad()
 def prompt_states(base: Base, prompts: Sequence[Tensor]) -> Tensor:
-    """Compute the base's last hidden states of prompts: their mean, and that of the last token.
+    """Compute, for each prompt, the mean of the base's last hidden states, and the last token's.
 
     Args:
-        base: The base. An adapter that is attached to it stays attached, and has no effect.
+        base: The base. An attached adapter has no effect, and is still attached afterwards.
         prompts: The token ids of each prompt, shaped (n,) with n > 0.
 
     Returns:
@@ -163,14 +169,14 @@ def answered(
     rows: Examples,
     score: Callable[[PreTrainedModel, Examples], Sequence[T]],
 ) -> list[T]:
-    """Apply a function to the samples that a client's model answers, and to the base's samples.
+    """Apply a function to samples, each with the model that answers it: the client's or the base.
 
     Args:
         gate: The client's gate; None if the client's model answers all prompts.
         base: The base, to which the client's adapter is attached.
         model: The client's model.
         rows: The samples.
-        score: Function of a model and samples, which returns a value for each sample.
+        score: Function that takes a model and samples, and returns a value for each sample.
 
     Returns:
         The values, in the order of the samples.
@@ -195,7 +201,7 @@ def gated_answers(
     new_tokens: int,
     batch: int,
 ) -> list[str]:
-    """Generate an answer to each sample's prompt, as `generate_answers` does, behind a gate."""
+    """Answer each sample's prompt like `generate_answers`, by the model that the gate selects."""
 
     def texts(answerer: PreTrainedModel, part: Examples) -> list[str]:
         return generate_answers(base, answerer, part, new_tokens, batch)
@@ -207,7 +213,7 @@ def gated_answers(
 def answering(
     gate: Gate | None, base: Base, model: PreTrainedModel, prompt: Tensor
 ) -> Iterator[PreTrainedModel]:
-    """Yield the model that answers a prompt: the client's model or, inside the block, the base.
+    """Yield the model that answers a prompt: the client's, or the base until the block ends.
 
     Args:
         gate: The client's gate; None if the client's model answers all prompts.
