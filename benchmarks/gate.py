@@ -6,7 +6,7 @@ The prompts in gate-prompts.yaml were written for this benchmark and are in no r
 residents, for a person's model to answer, and four kinds of general requests, for the base to
 answer. Passages of 80 words from books are further prompts for the base. AUC, the area under the
 ROC curve, is the fraction of pairs (a resident's message, another prompt) in which the message has
-the higher score. Tune changes of the gate here, and not on the demo's test messages.
+the higher score. Tune changes to the gate here, and not on the demo's test messages.
 """
 
 from pathlib import Path
@@ -37,10 +37,8 @@ def main() -> None:
     base = load_base(config.base, config.training.precision, config.data.window)
     template = chat_template(base.tokenizer, config.data.chat_template)
     kinds = yaml.safe_load(PROMPTS.read_text(encoding="utf-8"))
-    books = [book.read_text(encoding="utf-8") for book in BOOKS.glob("*.txt")]
-    kinds["passages"] = [
-        " ".join(book.split()[start : start + 80]) for book in books for start in STARTS
-    ]
+    books = [book.read_text(encoding="utf-8").split() for book in BOOKS.glob("*.txt")]
+    kinds["passages"] = [" ".join(words[s : s + 80]) for words in books for s in STARTS]
     states = {
         kind: prompt_states(
             base, encoded(base, in_form(config.data, template, texts), template).prompts(base)

@@ -147,7 +147,7 @@ def prompt_states(base: Base, prompts: Sequence[Tensor]) -> Tensor:
         The states, shaped (prompts, 2 dim), float64, on the CPU.
     """
     rows = [tuple(prompt.tolist()) for prompt in prompts]
-    distinct = sorted(set(rows), key=len)
+    distinct = sorted(dict.fromkeys(rows), key=len)
     states: dict[tuple[int, ...], Tensor] = {}
     with detached(base.model) as bare, autocast(base.precision, base.device.type):
         for start in range(0, len(distinct), AT_ONCE):

@@ -173,7 +173,7 @@ class _Maker:
 
     def _general_states(self) -> Tensor:
         """Return the states of general prompts, which clients with the same base share."""
-        key = self._key(list_digest(), self._form)
+        key = self._key(list_digest(), self._form, self.longest)
         shared = _states.setdefault(self.base.model, {})
         if key not in shared:
             listed = (text.request or text.text or "" for text in shipped(held_out=False))
