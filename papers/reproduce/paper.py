@@ -10,9 +10,10 @@ import pandas as pd
 
 from coterie.analysis.comparison import (
     DECIMALS,
+    MIXED,
     Comparison,
     clients_table,
-    differences_table,
+    differences_tables,
     with_spread,
 )
 from coterie.analysis.frame import Frame, Result
@@ -164,11 +165,9 @@ def _of_column(summary: Summary, column: Summary) -> list[Table]:
         for row in _scored(column)
     }
     scores = f"{summary['split']} {metric.label}"
-    tables = [clients_table(f"{name}: {scores}", metric, rows)]
-    differ = [row for row in rows.values() if "value" in (row.get("difference") or {})]
-    if differ:
-        tables.append(differences_table(f"{name}: differences in mean {scores}", metric, differ))
-    return tables
+    table = clients_table(f"{name}: {scores}", metric, rows)
+    title = f"{name}: differences in mean {scores}"
+    return [table, *differences_tables(title, metric, list(rows.values()))]
 
 
 def _layout(summary: Summary) -> Table:
@@ -211,6 +210,7 @@ def _note(summary: Summary, compared: bool) -> str:
     else:
         parts = [f"Means over clients{spread}, {seeds} seed{many}."]
         parts += [f"{name}: {split} {m.label}. {m.better}" for name, m in metrics.items()]
+    parts += [MIXED] if len(counts) > 1 and counts[0] == 1 else []
     if compared:
         where = f" ({summary['paper']})" if summary["paper"] else ""
         parts += [

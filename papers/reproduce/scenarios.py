@@ -263,7 +263,7 @@ def _regret_table(rows: Sequence[str], unit: Unit, group: Sequence[Scenario]) ->
     note = (
         f"A method's loss minus the loss of the scenario's best single method, mean over clients, "
         f"in {unit.name}. In brackets: 95 % intervals (paired bootstrap over blocks of test "
-        "windows, and over seeds if there are several)."
+        f"windows, and over seeds if there are several).{_single(rows, group)}"
     )
     if several:
         note += " The interval of the mean takes scenarios as fixed and as independent."
@@ -339,9 +339,15 @@ def _harm_table(rows: Sequence[str], measured: Sequence[Scenario]) -> Table:
     note = (
         "Clients of all scenarios whose perplexity is more than 1 % higher, or whose accuracy is "
         "more than 1 point lower, on average over seeds. Beyond noise: how many of these clients "
-        "have a 95 % interval of the difference that excludes 0."
+        f"have a 95 % interval of the difference that excludes 0.{_single(rows, measured)}"
     )
     return Table("Clients that are worse off", heads, lines, note, group=2)
+
+
+def _single(rows: Sequence[str], group: Sequence[Scenario]) -> str:
+    """Return a sentence that names the rows with one seed, or an empty string without such rows."""
+    single = [row for row in rows if any(len(s.cells[row]) == 1 for s in group)]
+    return f" One seed, without the variation between seeds: {listed(single)}." if single else ""
 
 
 def _cost_table(rows: Sequence[str], measured: Sequence[Scenario]) -> Table:

@@ -149,6 +149,7 @@ def test_the_best_method_is_picked_on_the_other_seeds(
     layouts = shown(summary)
     [note] = [layout.note for layout in layouts if layout.title == "Best single methods"]
     assert ("optimistic" in note) == (seeds == 1)
+    assert ("One seed" in layouts[0].note) == (seeds == 1)
     assert ("picked on the other seeds" in note) == (seeds == 3)
 
 

@@ -32,7 +32,7 @@ def test_rows_that_do_not_differ_from_the_best_are_marked() -> None:
     table, differences = comparison.tables()
     assert {row[0]: row[-1] for row in table.rows} == {"far": "3", "best": "1", "near": "2 ="}
     assert "`=`: no significant difference from best (95 %, paired bootstrap over" in table.note
-    assert "windows (or samples) of one seed)." in table.note
+    assert "(or samples) of one seed, without the variation between seeds)." in table.note
     far, best, near = (row["difference"] for row in comparison.summary())
     assert best is None
     assert far["value"] == pytest.approx(math.exp(2.39) - math.exp(1.39))
@@ -44,7 +44,10 @@ def test_rows_that_do_not_differ_from_the_best_are_marked() -> None:
     assert differences.rows[0][1] == f"{far['value']:+.2f}"
     assert differences.rows[0][2] == f"{far['low']:+.2f} to {far['high']:+.2f}"
     assert [row[-1] for row in differences.rows] == ["", "="]
-    assert differences.note == "Negative: better than best. `=`: not significant."
+    assert differences.note == (
+        "Negative: better than best. `=`: not significant. With one seed, intervals do not include "
+        "the variation between seeds."
+    )
 
 
 def test_differences_are_from_the_row_that_is_named() -> None:
@@ -72,9 +75,15 @@ def test_a_shell_shows_a_line_and_a_notebook_a_page() -> None:
 
 def test_rows_of_several_seeds_are_compared_over_them() -> None:
     results = {name: [runs[0], runs[0] | {"seed": 1}] for name, runs in RESULTS.items()}
-    table = Comparison("c", results).table()
+    table, differences = Comparison("c", results).tables()
     assert table.title == "c: test perplexity, mean (standard deviation) over 2 seeds"
     assert "over windows (or samples) and seeds)." in table.note
+    assert "one seed" not in table.note + differences.note
+    for row in RESULTS:
+        table, differences = Comparison("c", results | {row: RESULTS[row]}).tables()
+        assert "Rows without a standard deviation have one seed." in table.note
+        assert "of one seed, without" in table.note
+        assert differences.note.endswith("intervals do not include the variation between seeds.")
 
 
 def test_rows_that_cannot_be_paired_have_no_mark_and_a_reason() -> None:

@@ -31,6 +31,9 @@ ALONE = "local"
 """The name of the method with which each client trains alone."""
 MARK = "="
 """The mark of a row that does not differ significantly from the reference row."""
+ONE_SEED = "With one seed, intervals do not include the variation between seeds."
+MIXED = "Rows without a standard deviation have one seed."
+"""The note on a table whose rows have different numbers of seeds, among them 1."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -128,9 +131,9 @@ class Comparison:
 
     def tables(self) -> list[Table]:
         """Return the table of scores and, if rows could be compared, the table of differences."""
-        rows = [row for row in self.summary() if "value" in (row["difference"] or {})]
+        rows = self.summary()
         title = f"{self.name}: differences in mean {self.split} {self.metric.label}"
-        return [self.table(), *([differences_table(title, self.metric, rows)] if rows else [])]
+        return [self.table(), *differences_tables(title, self.metric, rows)]
 
     def _row(self, method: str, results: Sequence[Result], key: str) -> dict[str, Any]:
         served = pd.Series([result["server"][key] for result in results if result.get("server")])
@@ -242,6 +245,9 @@ def _notes(rows: Mapping[str, Summary], metric: Metric) -> Iterator[str]:
             f"{', '.join(tuned['settings'])}: best of {len(tuned['trials'])} trials per method, "
             f"scored on validation text with seed {tuned['seed']}."
         )
+    counts = {row["seeds"] for row in entries}
+    if 1 in counts and len(counts) > 1:
+        yield MIXED
     yield from _comparison_notes(rows)
     if any("at_floor" in row for row in entries):
         methods = ", ".join(name for name, row in rows.items() if row.get("at_floor"))
@@ -252,26 +258,33 @@ def _notes(rows: Mapping[str, Summary], metric: Metric) -> Iterator[str]:
         )
 
 
-def differences_table(title: str, metric: Metric, rows: Sequence[Summary]) -> Table:
+def differences_tables(title: str, metric: Metric, rows: Sequence[Summary]) -> list[Table]:
     """Return a table of the differences between each row and the reference row.
 
     Args:
         title: The table's title.
         metric: The metric to show.
-        rows: Rows of `Comparison.summary` that could be compared with the reference row.
+        rows: All rows of `Comparison.summary`.
+
+    Returns:
+        The table, or an empty list if no row could be compared with the reference row.
     """
+    compared = [row for row in rows if "value" in (row.get("difference") or {})]
+    if not compared:
+        return []
     cells = []
-    for row in rows:
+    for row in compared:
         difference = row["difference"]
         shown = [f"{metric.shown(difference[key]):+.2f}" for key in ("value", "low", "high")]
         mark = "" if difference["significant"] else MARK
         interval = " to ".join(shown[1:])
         cells.append([row["method"], shown[0], interval, f"{difference['p']:.3f}", mark])
     sign = "Positive" if metric.higher else "Negative"
-    reference = rows[0]["difference"]["from"]
+    reference = compared[0]["difference"]["from"]
     note = f"{sign}: better than {reference}. `{MARK}`: not significant."
+    note += f" {ONE_SEED}" if any(row["seeds"] == 1 for row in rows) else ""
     heads = ["method", f"difference from {reference}", "95 % interval", "p", ""]
-    return Table(title, heads, cells, note)
+    return [Table(title, heads, cells, note)]
 
 
 def _comparison_notes(rows: Mapping[str, Summary]) -> Iterator[str]:
@@ -283,11 +296,11 @@ def _comparison_notes(rows: Mapping[str, Summary]) -> Iterator[str]:
     compared = {name: row["difference"] for name, row in rows.items() if row.get("difference")}
     reference = next((difference["from"] for difference in compared.values()), "")
     if any("value" in difference for difference in compared.values()):
-        several = all(rows[name]["seeds"] > 1 for name in compared)
-        over = "windows (or samples) and seeds" if several else "windows (or samples) of one seed"
+        several = all(rows[name]["seeds"] > 1 for name in (reference, *compared))
+        over = "and seeds" if several else "of one seed, without the variation between seeds"
         yield (
             f"`{MARK}`: no significant difference from {reference} (95 %, paired bootstrap over "
-            f"{over})."
+            f"windows (or samples) {over})."
         )
     reasons: dict[str, list[str]] = {}
     for name, difference in compared.items():

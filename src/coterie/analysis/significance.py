@@ -7,6 +7,10 @@ of the m seeds with replacement: m seeds would underestimate the variance of the
 the factor (m - 1) / m (McCarthy and Snowden, "The Bootstrap and Finite Population Sampling", 1985).
 As in the tables, the statistic is the mean over clients, then over seeds. `scipy.stats.bootstrap`
 cannot be used, because it resamples a single set of pairs, without clients or seeds.
+
+With one seed, an interval does not include the variation between seeds. With two, three or five
+seeds it does, but where windows vary much less than seeds, the interval contains the true
+difference in only 50, 75 or 88 % of cases.
 """
 
 from collections.abc import Mapping, Sequence
