@@ -2,6 +2,9 @@
 
 import math
 import os
+from itertools import combinations
+from operator import sub
+from statistics import fmean, variance
 from typing import Any
 
 import pytest
@@ -12,6 +15,8 @@ from coterie.evaluation.accuracy import ACCURACY
 from coterie.evaluation.perplexity import PERPLEXITY
 from coterie.runs import RunFolder
 from reproduce import verdicts
+from reproduce.pages import read_result
+from reproduce.scenarios import NATS, POINTS, UNTRAINED, scenarios
 from reproduce.table_file import read_table
 from tests.written_runs import DESCRIPTION
 
@@ -63,6 +68,7 @@ ROWS = {
     "near": result(ada=[1.0, 1.1, 1.2, 1.01]),
     "high": result(ada=[2.0, 2.1, 2.3, 2.0]),
     "mixed": result(ada=[0.5, 1.9, 0.6, 1.4]),
+    "mid": result(ada=[1.714, 1.714, 1.714, 1.714]),
 }
 
 
@@ -74,9 +80,12 @@ ROWS = {
         ({"better": "low", "than": ["mixed"]}, "leans"),
         ({"better": "mixed", "than": ["low"]}, "does not hold"),
         ({"better": "near", "than_worse_of": ["low", "high"]}, "holds"),
-        ({"row": "near", "within": 1, "of": ["low"]}, "holds"),
+        ({"row": "near", "within": 3, "of": ["low"]}, "holds"),
+        ({"row": "near", "within": 2, "of": ["low"]}, "too small for one seed"),
         ({"row": "high", "within": 100, "of": ["low"]}, "does not hold"),
-        ({"row": "near", "within": 1, "of_better": ["low", "high"]}, "holds"),
+        ({"row": "near", "within": 3, "of_better": ["low", "high"]}, "holds"),
+        ({"better": "low", "than": ["near"]}, "too small for one seed"),
+        ({"row": "mid", "nearer": "low", "than": ["high"]}, "too small for one seed"),
         ({"row": "near", "nearer": "low", "than": ["high"]}, "holds"),
         ({"row": "near", "nearer": "high", "than": ["low"]}, "does not hold"),
     ],
@@ -84,6 +93,30 @@ ROWS = {
 def test_what_an_inequality_of_perplexity_says(test, verdict) -> None:
     [cells] = verdicts.tried(verdicts.Test.model_validate(test), ROWS, PERPLEXITY)
     assert cells[-1] == verdict
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_a_small_difference_of_one_seed_gets_no_verdict(seeds) -> None:
+    perplexities = {"a": 97.95, "b": 100.0, "c": 100.1}  # 2.05 and 2.15 % apart
+    right = {"a": 82, "b": 100, "c": 102}  # of 1000 samples: 1.8 and 2 points apart
+    texts = {row: result(ada=[math.log(value)] * 4) for row, value in perplexities.items()}
+    answers = {row: shares(*[1.0] * n, *[0.0] * (1000 - n)) for row, n in right.items()}
+    for given, metric, verdict in (texts, PERPLEXITY, "holds"), (answers, ACCURACY, "contradicted"):
+        rows = {row: [{**run, "seed": n} for n in range(seeds)] for row, [run] in given.items()}
+        cells = verdicts.tried(verdicts.Test(better="a", than=("b", "c")), rows, metric)
+        small = "too small for one seed" if seeds == 1 else verdict
+        assert [row[-1] for row in cells] == [small, verdict]
+
+
+def test_the_noise_of_one_seed_is_measured_on_the_grid() -> None:
+    variances: dict[Any, list[float]] = {NATS: [], POINTS: []}
+    for scenario in scenarios(read_result(verdicts.ROOT / "results" / "grid.json")):
+        rows = [c for row, c in scenario.cells.items() if len(c) == 3 and row != UNTRAINED]
+        means = [[fmean(cell["losses"].values()) for cell in row.values()] for row in rows]
+        variances[scenario.unit] += (variance(map(sub, *p)) for p in combinations(means, 2))
+    nats, points = (2 * math.sqrt(fmean(known)) for known in variances.values())
+    assert math.ceil(1000 * math.expm1(nats)) / 10 == verdicts.NOISE
+    assert math.ceil(10 * points) / 10 == verdicts.NOISE_OF_SHARES
 
 
 def test_of_accuracy_more_is_better_and_both_figures_are_told() -> None:
