@@ -8,14 +8,14 @@ from scripts import counts
 
 ROOT = Path(__file__).parent.parent
 LIMITS = {
-    "files": 1_125,
-    "lines of src": 32_850,
-    "lines of tests": 38_900,
+    "files": 1_128,
+    "lines of src": 33_130,
+    "lines of tests": 39_120,
     "lines of papers": 3_850,
     "lines of benchmarks": 2_750,
     "lines of scripts": 1_030,
     "lines of examples": 480,
-    "words": 50_200,
+    "words": 50_350,
     "kB of the wheel": 22_000,
 }
 

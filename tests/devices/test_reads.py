@@ -16,7 +16,8 @@ from coterie.testing.rounds import down, joined, one_round
 from coterie.training.update import Updater
 from coterie.turn import FIRST
 
-TRAINED = [name for name in METHODS if name not in ("pretrained", "llm2slm")]
+TRAINED = [name for name in METHODS if name not in ("pretrained", "llm2slm", "clove")]
+"""The methods that train in the first exchange."""
 
 
 def counted(action: Callable[[], Any]) -> Counts:

@@ -73,7 +73,10 @@ AUTO = {"name": "auto", "every": 1}
 
 @pytest.mark.parametrize(
     "method",
-    [{"name": "fedavg"}, {"name": "hetlora"}, PCL, {"name": "cobo"}, AUTO, {**AUTO, "peers": 1}],
+    [
+        *({"name": name} for name in ("fedavg", "hetlora", "cobo", "ifca", "clove")),
+        *(PCL, AUTO, {**AUTO, "peers": 1}, {"name": "fedfomo", "peers": 1}),
+    ],
     ids=lambda method: "-".join(map(str, method.values())),
 )
 def test_tensors_of_the_largest_messages(method, config, tmp_path, monkeypatch) -> None:

@@ -36,6 +36,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "deploy" / "what-leaves-the-device.m
 HEADING = "## What reaches other clients"
 TRANSFORMS = Path(__file__).parents[2] / "examples" / "transforms"
 LARGE_MEANS: dict[str, dict[str, int]] = {"fedlease": {"max_clusters": 1}}
+LARGE_MEANS |= {"ifca": {"clusters": 1}, "clove": {"clusters": 1}}
 LARGE_MEANS["fedamole"] = {"experts": 2, "clients_per_expert": 3, "min_experts": 2}
 """Settings with which every mean is of several clients."""
 

@@ -13,8 +13,10 @@ from coterie.testing.rounds import down, joined
 
 NAMES = ("diarist", "poet", "whaler")
 SETTINGS: dict[str, dict[str, Any]] = {"grouped": {"groups": dict.fromkeys(NAMES, "all")}}
-LIMITED = ["fedavg", "comigs-1g1s", "ditto", "grouped", "fedsa", "fedprompt"]
-REFUSED = ["hetlora", "flexlora", "fedamole", "cobo", "pcl-1", "pcl-2", "pcl-3", "pcl-uniform"]
+SETTINGS["ifca"] = {"clusters": 1}
+LIMITED = ["fedavg", "comigs-1g1s", "ditto", "grouped", "fedsa", "fedprompt", "ifca"]
+REFUSED = ["hetlora", "flexlora", "fedamole", "cobo", "fedfomo"]
+REFUSED += ["pcl-1", "pcl-2", "pcl-3", "pcl-uniform"]
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {"name": "fedavg"},
     "auto": {"name": "auto", "router": {"every": 20}},
     "cobo": {"name": "cobo"},
+    "fedfomo": {"name": "fedfomo"},
+    "ifca": {"name": "ifca"},
     "fedalt": {"name": "fedalt"},
     "pcl": {"name": "pcl-uniform", "warmup": 1, "every": 1},
     "pcl, released": {"name": "pcl-uniform", "warmup": 1, "every": 1, "form": "released"},

@@ -289,6 +289,9 @@ V = TypeVar("V", bound=Shared, default=Shared)
 class AdapterServer(Server[V], Generic[M, V]):
     """A server that replaces each shared parameter with the clients' mean in every exchange."""
 
+    needs_all: ClassVar[bool] = False
+    """Whether every client must hold all shared tensors."""
+
     def __init__(self, method: M, context: ServerContext) -> None:
         self.method, self.context = method, context
         # The initial values depend on the run's seed alone, so the server can draw them as well.
@@ -337,6 +340,11 @@ class AdapterServer(Server[V], Generic[M, V]):
                     f"{shape}, which the server does not expect; `shared` must return the same "
                     "value on the client and on the server."
                 )
+        if self.needs_all and (missing := self.start.keys() - shapes):
+            raise MessageError(
+                f"The client {client!r} does not declare the shared tensor {min(missing)!r}; "
+                f"{self.method.name} needs all shared tensors of every client."
+            )
         return shapes
 
     def shape(self, client: ClientId, name: str) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Figures of trust weights: each client's weights for all clients' uploads, over rounds.
 
-The weights are recorded by PCL, by auto after each decision, and by CoBo.
+The weights are recorded by PCL, by auto after each decision, and by CoBo and FedFomo.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -26,7 +26,6 @@ from coterie.messages import Field as MessageField
 from coterie.messages import (
     Groups,
     Message,
-    MessageError,
     Schema,
     Shapes,
     Tensors,
@@ -200,17 +199,10 @@ class Forwarded(Shared):
 class PCLServer(AdapterServer[PCL, Forwarded]):
     """A server that forwards every client's upload to the other clients and aggregates nothing."""
 
+    needs_all: ClassVar[bool] = True
+
     def initial(self) -> Forwarded:
         return Forwarded()
-
-    def declared(self, client: ClientId, hello: Message) -> Shapes:
-        shapes = super().declared(client, hello)
-        if missing := self.start.keys() - shapes:
-            raise MessageError(
-                f"The client {client!r} does not declare the shared tensor {min(missing)!r}; PCL "
-                "needs all shared tensors of every client."
-            )
-        return shapes
 
     def download(self, value: Forwarded, client: ClientId, exchange: Exchange) -> Message:
         return Message(exchange.turn.exchange, peers=value.uploads.without(client))
