@@ -9,7 +9,7 @@ from scripts import counts
 ROOT = Path(__file__).parent.parent
 LIMITS = {
     "files": 1_128,
-    "lines of src": 33_130,
+    "lines of src": 33_200,
     "lines of tests": 39_120,
     "lines of papers": 3_850,
     "lines of benchmarks": 2_750,

@@ -104,95 +104,110 @@ def along_gradient(client: Any, windows: list[Tensor], initial: Tensors, by: flo
     return {n: initial[n] + by * g for n, g in zip(tensors, gradients, strict=True)}
 
 
-@dataclass
-class Trial:
-    """A slow version of the first step of the module docstring of `auto`."""
+def naive_evidence(
+    slopes: list[list[float]], shares: Mapping[str, float], evidence: Mapping[str, Any]
+) -> dict[str, tuple[float, float]]:
+    """Compute the evidence after a trial, with Python's numbers.
 
-    row: dict[str, float]
-    limited: int
-    """The number of clients whose evidence reached the limit."""
-    ignored: int
-    """The number of clients whose slope differs from the mean slope by less than 0.01, or by less
-    than a standard error."""
-    small: int
-    """The number of ignored clients whose slope differs from the mean slope by more than two
-    standard errors."""
-    noisy: int
-    """The number of ignored clients whose slope differs from the mean slope by more than 0.01."""
-    dropped: list[str]
+    Args:
+        slopes: The slopes of each sample, for every client, in the order of the shares.
+        shares: The clients' shares, by name, with a sum of 1.
+        evidence: The evidence before the trial.
+    """
+    after = dict(evidence)
+    averages = [sum(p * s for p, s in zip(shares.values(), r, strict=True)) for r in slopes]
+    for name, column in zip(shares, zip(*slopes, strict=True), strict=True):
+        relative = [slope - average for slope, average in zip(column, averages, strict=True)]
+        new = 1 / (stdev(relative) / math.sqrt(len(relative))) ** 2
+        mean, precision = after.get(name, (0.0, 0.0))
+        total = precision / 2 + new
+        after[name] = ((precision / 2 * mean + new * fmean(relative)) / total, total)
+    return after
+
+
+def naive_excess(evidence: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Compute each client's excess, with Python's numbers."""
+    errors = {name: 1.5 / math.sqrt(precision) for name, (_, precision) in evidence.items()}
+    best = min(mean + errors[name] for name, (mean, _) in evidence.items())
+    return {n: max(0.0, mean - errors[n] - best - 0.01) for n, (mean, _) in evidence.items()}
 
 
 def naive_row(
-    shares: Mapping[str, float], slopes: list[list[float]], trust: float, own: str
-) -> tuple[dict[str, float], list[float], list[tuple[float, float]]]:
-    """Compute the weights of a client from slopes, with Python's numbers.
+    shares: Mapping[str, float], above: Mapping[str, float], trust: float, own: str
+) -> dict[str, float]:
+    """Compute weights from an excess, with Python's numbers."""
+    others = fmean(above.values())
+    weights = {n: p * math.exp(-trust * above.get(n, others)) for n, p in shares.items()}
+    total = sum(weights.values())
+    kept = {n: w for n, w in weights.items() if w / total >= 0.1 / len(shares)}
+    return {name: w / sum(kept.values()) for name, w in kept.items()}
 
-    Args:
-        shares: The clients' shares, by name; they need not sum to 1.
-        slopes: The slopes of each sample, for every client, in the order of the names.
-        trust: The setting of this name.
-        own: The client that judges.
 
-    Returns:
-        The weights by name, the evidence, and the means and standard errors of the slopes.
-    """
-    prior = [*shares.values(), fmean(shares.values())]  # the last direction is zero
-    prior = [share / sum(prior) for share in prior]
-    averages = [sum(p * s for p, s in zip(prior, row, strict=False)) for row in slopes]
-    evidence, figures = [], []
-    for column in zip(*slopes, strict=True):
-        relative = [slope - average for slope, average in zip(column, averages, strict=True)]
-        s, error = fmean(relative), stdev(relative) / math.sqrt(len(relative))
-        figures.append((s, error))
-        evidence.append(math.copysign(min(max(abs(s) - max(error, 0.01), 0) / error, 3), s))
-    weights = [s * math.exp(-trust * e) for s, e in zip(prior, evidence, strict=False)]
-    row = {n: w / sum(weights) for n, w in zip(shares, weights, strict=True)}
-    kept = {name: weight for name, weight in row.items() if weight >= 0.02}
-    kept = kept if kept.keys() - {own} else dict(shares)
-    return {name: w / sum(kept.values()) for name, w in kept.items()}, evidence, figures
+@dataclass
+class Trial:
+    """A slow version of a trial; see the module docstring of `auto`."""
+
+    evidence: dict[str, tuple[float, float]]
+    excess: dict[str, float]
+    row: dict[str, float]
+    """The weights after the trial."""
+    start: dict[str, Tensor]
+    """The parameters from which the client continues."""
 
 
 def trial(
     client: Any,
     windows: list[Tensor],
-    initial: Tensors,
+    mean: Tensors,
     pairs: Mapping[str, Tensors],
     tokens: Mapping[str, int],
 ) -> Trial:
-    """Compute the weights of a client.
+    """Compute the weights of a client that has the parameters before its download.
 
     Args:
-        client: The client; its own pairs are in `pairs`, too.
+        client: The client.
         windows: The samples on which it judges.
-        initial: The pairs at the start of the run.
-        pairs: The pairs of all clients.
+        mean: The received mean. What is missing has not been received.
+        pairs: The judged parameters of all clients, including the client's own.
         tokens: The number of training tokens of all clients.
     """
+    name, own = client.context.name, copied(client.shared)
     most = 3 * median_low(tokens.values())
-    prior = {name: float(min(tokens[name], most)) for name in sorted(pairs)}
-    total = sum(prior.values()) * (1 + 1 / len(prior))  # a client without a change has a share
-    changes = [{n: pairs[name][n] - t for n, t in initial.items()} for name in prior]
-    judged = {n: client.adapter.tensors()[n] for n in initial}
-    before = copied(judged)
-    for name, tensor in judged.items():
+    sizes = {n: float(min(count, most)) for n, count in sorted(tokens.items())}
+    shares = {n: size / sum(sizes.values()) for n, size in sizes.items()}
+    received = client.row or shares
+
+    def start(row: Mapping[str, float]) -> dict[str, Tensor]:
+        held = sum(weight for c, weight in row.items() if c in pairs)
+        part = {c: weight / held for c, weight in row.items() if c in pairs}
+        left = (1 - part.get(name, 0)) / (1 - received.get(name, 0))
+        result = {n: t + left * (mean.get(n, t) - t) for n, t in own.items()}
+        if part == {name: 1.0}:
+            return own
+        for n in client.judged:
+            result[n] = sum(w * pairs[c][n] for c, w in part.items())  # pyright: ignore
+        return result
+
+    copy(start(shares), client.shared)
+    lengths = {
+        c: math.sqrt(sum(float((t[n] - client.initial[n]).double().square().sum()) for n in t))
+        for c, t in pairs.items()
+    }
+    length, slopes = median_low(lengths.values()), []
+    for tensor in client.judged.values():
         tensor.requires_grad_()
-        terms = zip(prior.values(), changes, strict=True)
-        mean = sum(share / total * change[name].double() for share, change in terms)
-        tensor.data.copy_(initial[name] + mean)
-    slopes = []
     for loss in window_losses(client, windows):
-        gradients = dict(zip(judged, torch.autograd.grad(loss, [*judged.values()]), strict=True))
-        g = {n: gradient.double() for n, gradient in gradients.items()}
-        slopes.append([sum(float((g[n] * c[n].double()).sum()) for n in g) for c in changes])
-    for name, tensor in judged.items():
-        tensor.data.copy_(before[name])
-    row, evidence, figures = naive_row(prior, slopes, client.method.trust, client.context.name)
-    sizes = [(abs(s), error) for s, error in figures]
-    return Trial(
-        row,
-        limited=sum(abs(e) == 3 for e in evidence),
-        ignored=sum(e == 0 for e in evidence),
-        small=sum(2 * error < s < 0.01 for s, error in sizes),
-        noisy=sum(0.01 < s < error for s, error in sizes),
-        dropped=sorted(prior.keys() - row.keys()),
-    )
+        gradients = torch.autograd.grad(loss, [*client.judged.values()])
+        g = {n: t.double() for n, t in zip(client.judged, gradients, strict=True)}
+        products = {
+            c: sum(float((g[n] * (t[n] - client.initial[n]).double()).sum()) for n in g)
+            for c, t in sorted(pairs.items())
+        }
+        slopes.append([p * length / lengths[c] for c, p in products.items()])
+    held = {c: p for c, p in shares.items() if c in pairs}
+    held = {c: p / sum(held.values()) for c, p in held.items()}
+    evidence = naive_evidence(slopes, held, client.evidence)
+    copy(own, client.shared)
+    above = naive_excess(evidence)
+    row = naive_row(shares, above, client.method.trust, name)
+    return Trial(evidence, above, row, start(row))

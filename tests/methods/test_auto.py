@@ -9,7 +9,7 @@ from auto_runs import NAMES, Trial, along_gradient, auto, judging_windows, noise
 from tensors import close_to, equal, mean_of
 from torch import Tensor
 
-from coterie.methods.tensors import copied, copy
+from coterie.methods.tensors import copied
 from coterie.testing.rounds import down, joined, one_round
 
 TRAINING = {"steps": 2, "batch": 2, "precision": "fp32", "learning_rate": 0.01}
@@ -26,47 +26,56 @@ def judged(client: Any, tensors: Mapping[str, Tensor] | None = None) -> dict[str
     return copied({n: (client.adapter.tensors() if tensors is None else tensors)[n] for n in names})
 
 
-HELPS, LITTLE = "helps hurts", "helps-little hurts-little"
 CASES: dict[str, tuple[str, dict[str, Any], Callable[[Trial], Any]]] = {
-    "random changes": ("random random", {}, lambda t: len(t.row) > 1),
-    "prior alone": ("random random", {"trust": 0.0}, lambda t: t.row["whaler"] > 0.67),
-    "more trust": (HELPS, {"trust": 1.5, "samples": 4}, lambda t: t.limited == 3 and t.dropped),
-    "less trust": (HELPS, {"trust": 0.2, "samples": 4}, lambda t: t.limited == 3 and not t.dropped),
-    "both hurt": ("hurts hurts", {"trust": 3.0}, lambda t: not t.dropped),
-    "certain but small": (LITTLE, {}, lambda t: t.small == 2 and t.ignored == 3),
-    "large but uncertain": ("noisy noisy", {}, lambda t: t.noisy > 0),
-    "by experts": ("helps-much random", {"attention": None}, lambda t: t.ignored == 2),
+    "random changes": ("random random", {}, lambda t: not any(t.excess.values())),
+    "one helps": ("helps hurts", {"samples": 4, "trust": 500.0}, lambda t: "whaler" not in t.row),
+    "both hurt": ("hurts hurts", {"trust": 5000.0}, lambda t: t.row == {"poet": 1.0}),
+    "no trust": ("helps hurts", {"trust": 0.0}, lambda t: t.row["whaler"] > 0.67),
+    "little trust": ("helps hurts", {"trust": 100.0}, lambda t: 0.1 < t.row["whaler"] < 0.6),
+    "uncertain": ("noisy noisy", {"samples": 2}, lambda t: not all(t.excess.values())),
+    "by experts": ("helps-much random", {"attention": None}, lambda t: t.excess["whaler"] > 0),
 }
 """Kinds of the others' changes, settings, and a condition that the expected trial meets."""
 
 
 @pytest.mark.parametrize(("kinds", "settings", "covers"), CASES.values(), ids=CASES)
-def test_a_trial_follows_the_equations(kinds, settings, covers, config) -> None:
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_trial_follows_the_equations(earlier, kinds, settings, covers, config) -> None:
     local: Any = joined(config(method=auto(**settings)))
     poet = local.clients["poet"]
     windows = judging_windows(local, "poet", settings.get("samples", 16))
-    initial, shared = judged(poet), copied(poet.shared)
+    initial, mean = judged(poet), copied(poet.shared)
     peers = {
         name: along_gradient(poet, windows, initial, STEPS[kind])
         if kind in STEPS
         else {n: initial[n] + t for n, t in noise(initial, SIZES[kind], seed).items()}
         for seed, (name, kind) in enumerate(zip(("diarist", "whaler"), kinds.split(), strict=True))
     }
-    own = {n: initial[n] + t for n, t in noise(initial, 0.03, 9).items()}
-    copy(own, {n: poet.adapter.tensors()[n] for n in own})
+    for n, change in noise(poet.shared, 0.03, 9).items():
+        poet.shared[n].data.add_(change)
+    if earlier:
+        poet.row = {"diarist": 0.5, "poet": 0.3, "whaler": 0.2}
+        poet.evidence = {"diarist": (-0.01, 1e4), "whaler": (0.01, 2e4)}
     tokens = TOKENS | {"poet": len(poet.context.data.train.ids)}
-    expected = trial(poet, windows, initial, {"poet": own, **peers}, tokens)
-    sizes = {name: tokens[name] for name in peers}
-    forwarded = {name: {"adapter": tensors} for name, tensors in peers.items()}
+    pairs = {"poet": judged(poet), **peers}
+    download = whole(
+        poet,
+        mean,
+        peers={name: {"adapter": tensors} for name, tensors in peers.items()},
+        values={"sizes": {name: tokens[name] for name in peers}},
+    )
+    expected = trial(poet, windows, download["adapter"], pairs, tokens)
     before = poet.state()
-    poet.receive(whole(poet, shared, peers=forwarded, values={"sizes": sizes}))
-    assert list(poet.row) == list(expected.row)
+    poet.receive(download)
     assert poet.row == pytest.approx(expected.row, rel=2e-3)
     assert sum(poet.row.values()) == pytest.approx(1)
-    assert poet.stage == "proposed"
-    assert equal(poet.buffers["own"], {n: before["adapter"][n] for n in shared})
-    assert equal(poet.buffers["mean"], shared)
-    assert covers(expected), expected
+    assert {c: m for c, (m, _) in poet.evidence.items()} == pytest.approx(
+        {c: m for c, (m, _) in expected.evidence.items()}, rel=2e-3, abs=1e-5
+    )
+    assert equal(poet.buffers["own"], {n: before["adapter"][n] for n in mean})
+    assert close_to(poet.buffers["mean"], expected.start, atol=1e-4)
+    assert close_to(poet.shared, expected.start, atol=1e-4)
+    assert earlier or covers(expected), (expected.excess, expected.row)
 
 
 def test_validation_text_is_divided_between_judging_and_routers(config) -> None:
@@ -87,7 +96,6 @@ def test_validation_text_is_divided_between_judging_and_routers(config) -> None:
 def test_each_client_receives_the_mean_with_its_own_weights(config) -> None:
     run = config(method=auto(samples=7), rounds=6, training=TRAINING)
     local: Any = joined(run)
-    initial = {name: judged(client) for name, client in local.clients.items()}
     uploads = one_round(local, 0)
     for name in NAMES:  # before any trial, every client receives the mean over all
         mean = down(local, name)["adapter"]
@@ -101,7 +109,7 @@ def test_each_client_receives_the_mean_with_its_own_weights(config) -> None:
         pairs[name] = judged(client)
         assert equal(pairs[name], judged(client, uploads[name]["adapter"]))
         windows, tokens = judging_windows(local, name, 7), dict.fromkeys(list[str](NAMES), 2000)
-        expected[name] = trial(client, windows, initial[name], pairs, tokens).row
+        expected[name] = trial(client, windows, download["adapter"], pairs, tokens).row
     uploads = one_round(local, 1)
     assert any(max(row.values()) > 0.4 for row in expected.values())
     for name, row in expected.items():

@@ -4,9 +4,20 @@ import math
 
 import pytest
 import torch
-from auto_runs import naive_row
+from auto_runs import naive_evidence, naive_row
+from tensors import close_to, equal
 
-from coterie.methods.auto.choice import row_from_slopes, shares_of, standard_error, with_no_change
+from coterie.methods.auto.choice import (
+    at_one_length,
+    excess,
+    latest_trial,
+    mixed,
+    part_of,
+    row_of,
+    shares_of,
+    standard_error,
+    updated,
+)
 
 EQUAL = dict.fromkeys("abcd", 0.25)
 
@@ -21,61 +32,79 @@ def slopes_of(means: list[float], errors: list[float]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(
-    ("slope", "error", "evidence"),
-    [
-        pytest.param(0.009, 0.0001, 0, id="inside the margin, many standard errors"),
-        pytest.param(0.012, 0.001, 2, id="outside the margin, many standard errors"),
-        pytest.param(0.0105, 0.001, 0.5, id="just outside the margin"),
-        pytest.param(0.03, 0.04, 0, id="outside the margin, within a standard error"),
-        pytest.param(0.05, 0.02, 1.5, id="outside the margin, some standard errors"),
-        pytest.param(0.005, 0.008, 0, id="inside the margin, within a standard error"),
-        pytest.param(0.2, 0.02, 3, id="the limit"),
-        pytest.param(0.005, 0.0, 0, id="equal samples, inside the margin"),
-        pytest.param(0.02, 0.0, 3, id="equal samples, outside the margin"),
-        pytest.param(0.0, 0.0, 0, id="no slope"),
-    ],
-)
-@pytest.mark.parametrize("sign", [1, -1])
-def test_slopes_count_outside_the_margin_and_the_standard_error(
-    slope: float, error: float, evidence: float, sign: int
-) -> None:
-    # The slopes of `a` and `b` are opposite, and those of `c` and `d` are 0.
-    slopes = slopes_of([sign * slope, -sign * slope, 0, 0], [error, -error, 0, 0])
-    row = row_from_slopes(EQUAL, slopes, 0.5, "d")
-    weights = [math.exp(-0.5 * sign * evidence), math.exp(0.5 * sign * evidence), 1, 1]
-    expected = dict(zip("abcd", (w / sum(weights) for w in weights), strict=True))
-    assert row == pytest.approx(expected, rel=1e-6)
-
-
-def test_evidence_is_relative_and_no_change_has_a_weight() -> None:
-    # All clients help: `a` and `b` clearly more than the mean, and `c` slightly less.
+def test_evidence_is_relative_to_the_mean_slope() -> None:
     shares = {"a": 0.5, "b": 0.3, "c": 0.2}
-    prior = [0.5 / (4 / 3), 0.3 / (4 / 3), 0.2 / (4 / 3), 0.25]
-    assert with_no_change(shares).tolist() == pytest.approx(prior)
-    slopes = slopes_of([-0.06, -0.08, -0.02], [0.01, 0.02, -0.015])
-    expected, _, _ = naive_row(shares, slopes.tolist(), 0.7, "a")
-    assert row_from_slopes(shares, slopes, 0.7, "a") == pytest.approx(expected, rel=1e-9)
+    slopes = [[-0.06, -0.08, -0.02], [-0.04, -0.12, -0.05], [-0.05, -0.11, 0.01]]
+    after = updated({}, torch.tensor(slopes, dtype=torch.float64), shares)
+    expected = naive_evidence(slopes, shares, {})
+    assert after == {c: pytest.approx(e, rel=1e-9) for c, e in expected.items()}
+
+
+def test_earlier_evidence_has_half_of_its_precision() -> None:
+    first = updated({}, slopes_of([0.3, -0.1, -0.2, 0], [0.1, -0.1, 0.2, -0.2]), EQUAL)
+    assert first["a"] == pytest.approx((0.3, 100))
+    second = updated(first, slopes_of([0.1, -0.1, 0.1, -0.1], [0.2, -0.2, 0.1, -0.1]), EQUAL)
+    assert second["a"] == pytest.approx(((50 * 0.3 + 25 * 0.1) / 75, 75))
+    third = updated(second, slopes_of([0.1, -0.1], [0.2, -0.2]), {"c": 0.5, "d": 0.5})
+    assert third["a"] == second["a"]  # not in this trial
+
+
+def test_an_excess_is_the_least_difference_from_the_best_beyond_the_margin() -> None:
+    evidence = {"a": (0.2, 400.0), "b": (-0.1, 100.0), "c": (-0.12, 1e4), "d": (0.0, 1e4)}
+    lowest = min(0.2 + 1.5 / 20, -0.1 + 1.5 / 10, -0.12 + 1.5 / 100, 0.0 + 1.5 / 100)
+    expected = {"a": 0.2 - 1.5 / 20 - lowest - 0.01, "b": 0, "c": 0}
+    assert excess(evidence) == pytest.approx(expected | {"d": -0.015 - lowest - 0.01})
+    assert lowest == -0.105
+
+
+@pytest.mark.parametrize("count", [2, 50])
+def test_slopes_within_their_errors_have_no_effect(count: int) -> None:
+    chance = torch.Generator().manual_seed(count)
+    slopes = 0.03 * torch.randn(16, count, generator=chance, dtype=torch.float64)
+    shares = {str(number): 1 / count for number in range(count)}
+    row = row_of(shares, excess(updated({}, slopes, shares)), 50.0, "0")
+    assert row == pytest.approx(shares)
+
+
+def test_more_samples_do_not_make_a_small_difference_a_large_one() -> None:
+    # Half of the clients are 0.02 nats worse. The factor tends to exp(-eta (0.02 - margin)).
+    weights = []
+    for precision in (1e4, 1e6, 1e12):
+        evidence = {"a": (-0.01, precision), "b": (0.01, precision)}
+        weights.append(row_of({"a": 0.5, "b": 0.5}, excess(evidence), 50.0, "a"))
+    assert weights[0] == {"a": 0.5, "b": 0.5}
+    assert weights[1]["b"] > 0.4
+    assert weights[2]["b"] / weights[2]["a"] == pytest.approx(math.exp(-0.5), rel=1e-3)
 
 
 def test_a_single_sample_is_no_evidence() -> None:
-    shares, slopes = {"a": 0.6, "b": 0.39, "c": 0.01}, torch.tensor([[1.0, -1.0, 0.5]]).double()
-    row = row_from_slopes(shares, slopes, 1.0, "a")
-    assert row == pytest.approx({"a": 0.6 / 0.99, "b": 0.39 / 0.99})  # small weights are left out
+    assert updated({}, torch.tensor([[1.0, -1.0]]).double(), {"a": 0.5, "b": 0.5}) == {}
+    assert excess({}) == {}
+    assert row_of({"a": 0.7, "b": 0.3}, {}, 50.0, "a") == pytest.approx({"a": 0.7, "b": 0.3})
 
 
-def test_small_weights_are_left_out() -> None:
-    slopes = slopes_of([1, -1, 0, 0], [0.1, -0.1, 0, 0])
-    row = row_from_slopes(EQUAL, slopes, 1.0, "d")  # e = 3, -3, 0, 0
-    total = math.exp(3) + 2
-    assert row == pytest.approx({"b": math.exp(3) / total, "c": 1 / total, "d": 1 / total})
+def test_equal_samples_are_evidence() -> None:
+    after = updated({}, slopes_of([0.1, -0.1], [0, 0]), {"a": 0.5, "b": 0.5})
+    assert excess(after) == pytest.approx({"a": 0.19, "b": 0.0})
 
 
-@pytest.mark.parametrize(("own", "alone"), [("b", False), ("a", True)])
-def test_a_client_that_nobody_helps_has_the_shares(own: str, alone: bool) -> None:
-    slopes = slopes_of([-0.5, 0.5], [0.01, -0.01])
-    row = row_from_slopes({"a": 0.5, "b": 0.5}, slopes, 2.0, own)
-    assert row == ({"a": 0.5, "b": 0.5} if alone else {"a": 1.0})
+def test_weights_follow_the_equation_and_clients_without_evidence_have_the_mean() -> None:
+    shares = {"a": 0.4, "b": 0.3, "c": 0.3}
+    row = row_of(shares, {"a": 0.06, "b": 0.0}, 20.0, "a")
+    assert row == pytest.approx(naive_row(shares, {"a": 0.06, "b": 0.0}, 20.0, "a"), rel=1e-9)
+    assert row["c"] / row["b"] == pytest.approx(math.exp(-20 * 0.03))
+
+
+@pytest.mark.parametrize("count", [4, 40])
+def test_weights_below_a_tenth_of_the_equal_share_are_left_out(count: int) -> None:
+    shares = {str(number): 1 / count for number in range(count)}
+    effect = {str(number): 0.03 * number for number in range(count)}
+    row = row_of(shares, effect, 50.0, "1")
+    weights = {n: math.exp(-50 * e) for n, e in effect.items()}
+    kept = {n for n, w in weights.items() if w >= 0.1 / count * sum(weights.values())}
+    assert {*row} == kept
+    assert len(kept) < count
+    assert sum(row.values()) == pytest.approx(1)
 
 
 def test_a_standard_error_is_that_of_the_mean() -> None:
@@ -88,3 +117,56 @@ def test_a_standard_error_is_that_of_the_mean() -> None:
 def test_a_share_is_limited_by_the_median() -> None:
     tokens = {"a": 100, "b": 50, "c": 1000}
     assert shares_of(tokens) == pytest.approx({"a": 100 / 450, "b": 50 / 450, "c": 300 / 450})
+
+
+def tensors(seed: int, *names: str) -> dict[str, torch.Tensor]:
+    chance = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(3, 2, generator=chance) for name in names}
+
+
+def test_a_mean_with_other_weights_is_exact_where_the_ratios_of_the_others_are_kept() -> None:
+    everybody = {client: tensors(seed, "x", "y") for seed, client in enumerate("abc")}
+
+    def mean(row: dict[str, float]) -> dict[str, torch.Tensor]:
+        return {n: sum(w * everybody[c][n] for c, w in row.items()) for n in "xy"}  # pyright: ignore
+
+    received, row = {"a": 0.2, "b": 0.6, "c": 0.2}, {"a": 0.6, "b": 0.3, "c": 0.1}
+    pairs = {client: {"x": everybody[client]["x"]} for client in "abc"}
+    result = mixed("a", everybody["a"], mean(received), pairs, row, received)
+    assert close_to(result, mean(row))
+    other = mixed("a", everybody["a"], mean(received), pairs, {"a": 0.5, "c": 0.5}, received)
+    assert close_to({"x": other["x"]}, {"x": mean({"a": 0.5, "c": 0.5})["x"]})
+    assert equal(
+        mixed("a", everybody["a"], mean(received), pairs, {"a": 1.0}, received), everybody["a"]
+    )
+
+
+def test_a_mean_with_weights_of_unknown_clients_alone_is_the_received_one() -> None:
+    own, mean = tensors(0, "x"), tensors(1, "x")
+    assert equal(mixed("a", own, mean, {"a": own}, {"d": 1.0}, {"a": 0.5, "d": 0.5}), mean)
+
+
+def test_a_part_of_the_weights_sums_to_one() -> None:
+    assert part_of({"a": 0.2, "b": 0.3, "c": 0.5}, "ab") == pytest.approx({"a": 0.4, "b": 0.6})
+    assert part_of({"a": 0.0, "b": 1.0}, "a") == {}
+
+
+def test_directions_have_the_length_of_the_median() -> None:
+    changes = [
+        tensors(0, "x", "y"),
+        tensors(1, "x", "y"),
+        {n: 0 * t for n, t in tensors(2, "x", "y").items()},
+    ]
+    changes.append({n: -100 * t for n, t in changes[0].items()})
+    norms = [math.sqrt(sum(float(t.square().sum()) for t in c.values())) for c in changes]
+    scaled = at_one_length(changes)
+    median = sorted(norms)[1]
+    for change, norm, result in zip(changes, norms, scaled, strict=True):
+        assert close_to(result, {n: t * (median / norm if norm else 0) for n, t in change.items()})
+    assert close_to(scaled[3], {n: -t for n, t in scaled[0].items()})
+
+
+def test_trials_follow_rounds_1_3_7_15() -> None:
+    for complete in range(140):
+        due = [t for t in (1, 3, 7, 15, 31, 63, 127) if t <= complete]
+        assert latest_trial(complete) == max(due, default=0)

@@ -84,7 +84,6 @@ CHANGED: list[tuple[str, Any]] = [
     ("trusted.threshold temperature", 2.0),
     ("lora.alpha trust", 3.0),
     ("weight_step", 5.0),
-    ("patience", -1000.0),
     ("mix shared_expert router.renormalise", False),
     ("router.leftover_gradients exact", True),
     ("mlp.placement", "beside"),
@@ -244,7 +243,7 @@ def digest(config, teachers, tmp_path_factory) -> Callable[..., str]:
         session = sessions.get(name, several if name in TEACHING else plain)
         method = available()[name].model_validate(json.loads(settings))
         changes: dict[str, Any] = {"method": method}
-        if name == "auto":  # the first trial ends in round 3; small changes of pairs are ignored
+        if name == "auto":  # the mean with new weights is scored from round 3 on
             training = session.config.training.model_copy(update={"learning_rate": 0.007})
             changes |= {"rounds": 3, "training": training}
         run = session.config.model_copy(update=changes)

@@ -16,7 +16,7 @@ from coterie.data.kinds.text import Tokens
 from coterie.losses.tokens import Batch
 from coterie.methods.tensors import copied, copy
 from coterie.testing.rounds import joined
-from coterie.training.probe import probe_batch, sample_losses, sample_slopes
+from coterie.training.probe import probe_batch, sample_slopes
 
 WINDOWS = {"text": 16, "instructions": 48, "preferences": 40}
 STEP = 3e-3
@@ -70,19 +70,6 @@ def naive_losses(model: Any, batch: Any) -> Tensor:
     sums = torch.stack([losses.sum() for losses in token_losses(model, batch.rows)])
     rewards = batch.reference.beta * (-sums.view(-1, 2) - batch.reference.logprobs)
     return -F.logsigmoid(rewards[:, 0] - rewards[:, 1])
-
-
-def test_losses_are_those_of_each_sample_alone(client) -> None:
-    context, model = client.context, client.model()
-    batch = probe_batch(context.data.validation, context.window, 5)
-    losses = sample_losses(context, model, batch)
-    expected = naive_losses(model, batch)
-    assert losses.dtype == torch.float64
-    assert not losses.requires_grad
-    assert losses.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
-    assert losses.std() > 0.005
-    rows: Any = getattr(batch, "rows", batch)
-    assert (len({*lengths(rows)}) > 1) == (context.window != WINDOWS["text"])  # there is padding
 
 
 def test_slopes_are_finite_differences_of_the_losses(client) -> None:

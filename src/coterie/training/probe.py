@@ -1,4 +1,4 @@
-"""Losses and slopes of single samples, with which a client judges parameters of other clients."""
+"""Slopes of the losses of single samples, with which a client judges other clients' parameters."""
 
 from collections.abc import Mapping, Sequence
 
@@ -42,15 +42,6 @@ def probe_batch(split: Split, window: int, most: int) -> AnyBatch:
     samples = split.samples(window, window + 1)
     count = min(most, len(samples))
     return samples.batch(torch.arange(count) * len(samples) // count)
-
-
-@torch.no_grad()
-def sample_losses(context: ClientContext, model: PreTrainedModel, batch: AnyBatch) -> Tensor:
-    """Return the mean loss of each sample of a batch, as a float64 tensor shaped (samples,)."""
-    device = context.base.device
-    with autocast(context.base.precision, device.type):
-        losses = [sample.mean_loss(model, device, 1) for sample in batch.split(1)]
-    return torch.tensor(losses, dtype=torch.float64)
 
 
 def sample_slopes(

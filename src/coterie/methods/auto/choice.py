@@ -1,8 +1,8 @@
 """Averaging weights that a client computes for all clients; see `methods/auto/method.py`."""
 
 import math
-from collections.abc import Collection, Mapping
-from statistics import median_low
+from collections.abc import Collection, Mapping, Sequence
+from statistics import fmean, median_low
 from typing import Annotated
 
 import torch
@@ -10,18 +10,22 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from coterie.messages import Json, MessageError
+from coterie.messages import Json, MessageError, Tensors
 
+MEMORY = 0.5
+"""The factor by which the precision of earlier evidence decreases in each trial."""
 MARGIN = 0.01
-"""Differences from the mean slope up to this size, in nats per token, are ignored."""
-LARGEST_EVIDENCE = 3.0
-"""The limit of the evidence, in standard errors."""
-SMALLEST_WEIGHT = 0.02
-"""The weight below which a client is excluded from the mean."""
+"""Differences between slopes up to this size, in nats per token, are ignored."""
+ERRORS = 1.5
+"""The number of standard errors by which two slopes must differ from their difference."""
+SMALLEST_WEIGHT = 0.1
+"""The weight below which a client is excluded from the mean, as a multiple of the equal share."""
 LARGEST_SIZE = 3.0
 """The largest number of training tokens that counts, as a multiple of the clients' median.
 
 Clients report their own numbers; a low limit bounds the influence of a false one."""
+Evidence = tuple[float, float]
+"""The mean of slopes, in nats per token, and its precision: 1 divided by its variance."""
 
 
 class Choice(TypedDict):
@@ -62,7 +66,7 @@ def checked_choice(client: str, value: Json, known: Collection[str]) -> Choice:
 
 
 def checked_sizes(value: Json, peers: Collection[str]) -> dict[str, int]:
-    """Return the numbers of training tokens of other clients.
+    """Return the numbers of training tokens of all other clients.
 
     Args:
         value: The value `sizes` of a download.
@@ -73,21 +77,22 @@ def checked_sizes(value: Json, peers: Collection[str]) -> dict[str, int]:
     """
     try:
         sizes = _SIZES.validate_python(value, strict=True)
-        return {peer: sizes[peer] for peer in peers}
-    except (ValidationError, KeyError) as error:
+    except ValidationError as error:
         raise MessageError(
             "The download has no valid numbers of training tokens of the other clients."
         ) from error
+    if not sizes.keys() >= {*peers}:
+        raise MessageError("The download lacks numbers of training tokens of the other clients.")
+    return sizes
 
 
-def latest_trial(complete: int, rounds: int) -> int:
+def latest_trial(complete: int) -> int:
     """Return the number of rounds after which the latest trial was due, or 0 if none was.
 
     Args:
         complete: The number of completed rounds.
-        rounds: The number of rounds of the run.
     """
-    return 2 ** (min(complete, rounds // 2) + 1).bit_length() // 2 - 1
+    return 2 ** (complete + 1).bit_length() // 2 - 1
 
 
 def shares_of(tokens: Mapping[str, float]) -> dict[str, float]:
@@ -106,19 +111,6 @@ def standard_error(samples: Tensor) -> Tensor:
     if len(samples) == 1:
         return torch.full_like(samples[0], math.inf)
     return samples.std(0) / math.sqrt(len(samples))
-
-
-def with_no_change(shares: Mapping[str, float]) -> Tensor:
-    """Return the shares and, as the weight of d = 0, their mean, all scaled to a sum of 1.
-
-    Args:
-        shares: A mapping from n clients to shares with a sum of 1.
-
-    Returns:
-        A float64 tensor shaped (n + 1,).
-    """
-    weights = torch.tensor([*shares.values(), 1 / len(shares)], dtype=torch.float64)
-    return weights / weights.sum()
 
 
 def with_least_others(row: Mapping[str, float], own: str, least_others: int) -> dict[str, float]:
@@ -171,37 +163,120 @@ def limited_rows(
     }
 
 
-def row_from_slopes(
-    shares: Mapping[str, float], slopes: Tensor, trust: float, own: str, least_others: int = 1
-) -> dict[str, float]:
-    """Return a client's weights for all clients (the equations in `methods/auto/method.py`).
+def part_of(row: Mapping[str, float], clients: Collection[str]) -> dict[str, float]:
+    """Return the weights of some clients, scaled to a sum of 1."""
+    part = {client: weight for client, weight in row.items() if client in clients}
+    total = sum(part.values())
+    return {client: weight / total for client, weight in part.items()} if total else {}
+
+
+def mixed(
+    client: str,
+    own: Tensors,
+    mean: Tensors,
+    pairs: Mapping[str, Tensors],
+    row: Mapping[str, float],
+    received: Mapping[str, float],
+) -> dict[str, Tensor]:
+    """Return a client's mean with other weights, as far as the client can compute it.
+
+    Parameters of which the client has those of its peers are averaged. The other parameters are on
+    the line through the client's own ones and the mean that the client has received: exactly the
+    new mean if the other clients' weights have the same ratios in both.
 
     Args:
-        shares: A mapping from n clients to shares with a sum of 1.
+        client: The client's name.
+        own: The client's own parameters.
+        mean: The mean that the client has received.
+        pairs: The parameters that the client has of some clients, including its own, on any device.
+        row: The weights of clients in the new mean. Clients without `pairs` are ignored.
+        received: The weights of clients in the received mean.
+    """
+    row = part_of(row, pairs)
+    if not row or row.keys() == {client}:
+        return {n: t.detach().clone() for n, t in (own if row else mean).items()}
+    weight = received.get(client, 0.0)
+    factor = (1 - row.get(client, 0.0)) / (1 - weight) if weight < 1 else 0.0
+    result = {n: torch.lerp(t.detach(), mean[n], factor) for n, t in own.items()}
+    for name in next(iter(pairs.values())):
+        total = torch.stack([weight * pairs[c][name] for c, weight in row.items()]).sum(0)
+        result[name] = total.to(result[name].device)
+    return result
+
+
+def at_one_length(changes: Sequence[Tensors]) -> list[Tensors]:
+    """Scale changes to the length of the median change."""
+    norms = [math.sqrt(sum(t.double().square().sum().item() for t in c.values())) for c in changes]
+    median = median_low(norms)
+    return [
+        {n: t * (median / norm if norm else 0.0) for n, t in change.items()}
+        for change, norm in zip(changes, norms, strict=True)
+    ]
+
+
+def updated(
+    evidence: Mapping[str, Evidence], slopes: Tensor, shares: Mapping[str, float]
+) -> dict[str, Evidence]:
+    """Return the evidence after a trial.
+
+    Args:
+        evidence: The evidence before the trial.
         slopes: The slope of each sample's loss along the change of each client, shaped (samples,
             n), in float64.
-        trust: The step size of the change of weights (eta).
-        own: The name of the client whose weights are computed.
-        least_others: The smallest number of other clients in a mean; see `with_least_others`.
+        shares: A mapping from n clients to shares with a sum of 1, in the order of the slopes.
 
     Returns:
-        The weights, which sum to 1. They are the shares if no other client's weight reaches
-        `SMALLEST_WEIGHT`.
+        The evidence about these clients and about all clients with evidence before the trial.
     """
-    prior = with_no_change(shares)
-    slopes = torch.cat([slopes, torch.zeros_like(slopes[:, :1])], 1)
-    slopes = slopes - slopes @ prior[:, None]
-    means, errors = slopes.mean(0), standard_error(slopes)
-    sizes = ((means.abs() - errors.clamp(MARGIN)) / errors).nan_to_num()
-    evidence = means.sign() * sizes.clamp(0, LARGEST_EVIDENCE)
-    weights = torch.softmax(prior.log() - trust * evidence, 0)[:-1]
-    weights /= weights.sum()
-    every = dict(zip(shares, weights.tolist(), strict=True))
-    row = {name: weight for name, weight in every.items() if weight >= SMALLEST_WEIGHT}
-    if row.keys() <= {own}:
-        row = dict(shares)
-    elif least_others > 1:
-        others = sorted(every.keys() - {own}, key=lambda name: (-every[name], name))
-        row = {n: w for n, w in every.items() if n in row or n in others[:least_others]}
+    prior = torch.tensor([*shares.values()], dtype=torch.float64)
+    relative = slopes - slopes @ prior[:, None]
+    after = dict(evidence)
+    for client, mean, error in zip(
+        shares, relative.mean(0).tolist(), standard_error(relative).tolist(), strict=True
+    ):
+        if math.isfinite(error):
+            old, precision = evidence.get(client, (0.0, 0.0))
+            old_precision, new_precision = MEMORY * precision, 1 / max(error, 1e-9) ** 2
+            total = old_precision + new_precision
+            after[client] = ((old_precision * old + new_precision * mean) / total, total)
+    return after
+
+
+def excess(evidence: Mapping[str, Evidence]) -> dict[str, float]:
+    """Return by how much each client's slope exceeds the lowest one, beyond errors and `MARGIN`."""
+    errors = {client: ERRORS * precision**-0.5 for client, (_, precision) in evidence.items()}
+    lowest = min((mean + errors[client] for client, (mean, _) in evidence.items()), default=0.0)
+    return {
+        client: max(0.0, mean - errors[client] - lowest - MARGIN)
+        for client, (mean, _) in evidence.items()
+    }
+
+
+def row_of(
+    shares: Mapping[str, float],
+    above: Mapping[str, float],
+    step: float,
+    own: str,
+    least_others: int = 1,
+) -> dict[str, float]:
+    """Return weights p_j exp(-eta x_j), without the smallest ones, with a sum of 1.
+
+    Args:
+        shares: A mapping from all clients to shares with a sum of 1.
+        above: The excess x_j of some clients; that of the others is the mean.
+        step: The step size (eta), per nat.
+        own: The name of the client whose weights are computed.
+        least_others: The smallest number of other clients in a mean; see `with_least_others`.
+    """
+    unknown = fmean(above.values()) if above else 0.0
+    logs = torch.tensor(
+        [math.log(share) - step * above.get(c, unknown) for c, share in shares.items()],
+        dtype=torch.float64,
+    )
+    every = dict(zip(shares, torch.softmax(logs, 0).tolist(), strict=True))
+    smallest = SMALLEST_WEIGHT / len(every)
+    others = sorted(every.keys() - {own}, key=lambda name: (-every[name], name))
+    needed = others[: least_others if least_others > 1 else 0]
+    row = {n: w for n, w in every.items() if w >= smallest or n in needed}
     row = with_least_others(row, own, least_others)
     return {name: weight / sum(row.values()) for name, weight in row.items()}

@@ -2,34 +2,41 @@
 
 The adapter is the CoMiGS adapter (arXiv 2409.13931): on every MLP, two experts and a router that is
 trained on validation text; and LoRA pairs on attention. The server sends each client its own mean
-of all clients' parameters. The weights of this mean are the clients' shares of all training tokens,
-until the client determines better ones in trials:
+of all clients' parameters. The weights of this mean are the clients' shares p_j of all training
+tokens, until the client chooses other weights in trials.
 
-1. The client receives the attention pairs of the other clients (at most `peers`). For every client
-   j, including itself, d_j is the change of j's pairs since the start of the run. On validation
-   samples, the client measures the slope of its loss along each d_j, at the mean of all d_j with
-   the weights p_j, client j's share of the training tokens of these clients. With s_j, this slope
-   minus the mean slope, and E_j, the standard error of s_j, the evidence e_j and the new weights
-   are
+Let d_j be the change of client j's parameters since the start of the run, and L the loss of one
+client's text at the mean with the weights w. If every change consists of a useful part and of noise
+whose variance is inversely proportional to the number of training tokens, then w adds two terms to
+L. The first one is caused by the differences between the clients' texts. At w = p, its derivatives
+are the slopes of L along d_j, minus their mean. The second one is the variance of the noise,
+(c / 2) sum_j w_j^2 / p_j, where c is the variance if all tokens have equal weights. It is lowest at
+w = p, where its second-order expansion equals that of c KL(w || p). The minimum of the linearised
+first term and c KL(w || p) is
 
-       e_j = sign(s_j) min(max(|s_j| - max(E_j, margin), 0) / E_j, 3),
-       w_j = p_j exp(-eta e_j) / sum_k p_k exp(-eta e_k),
+    w_j = p_j exp(-eta x_j) / sum_k p_k exp(-eta x_k),    eta = 1 / c,
 
-   as in exponentiated gradient descent, with e_j in place of the gradient. The margin is 0.01 nats
-   per token: among similar clients, smaller differences can exceed their standard errors but do not
-   persist, and following them gives worse models. An additional direction, d = 0, takes part in
-   both means and receives no weight in the result: it absorbs the gain that comes only from making
-   all changes smaller. Weights below 0.02 are dropped. If no weight of another client remains, the
-   new weights are the shares p_j, and step 2 decides whether the client stays alone.
-2. In the next round, the client receives the first mean with its new weights. If its validation
-   loss is not lower with this mean than with the client's own parameters, the client trains that
-   round twice, from its own parameters and from the mean. If the loss is then lower after training
-   from its own parameters, by more than one standard error (`patience`), the client stays alone
-   until the next trial.
+where x_j is the slope of j minus the lowest slope. Slopes are estimated on validation samples, and
+x_j is replaced by a lower bound of this difference. Weights are therefore never more concentrated
+than the evidence requires: clients that may be as good as the best one have their full shares.
 
-The same comparison without training determines which model is evaluated, in the rounds whose mean
-contains all parameters and after the last round: the mean, or the client's own parameters if the
-mean's loss is not lower.
+A client estimates slopes in trials after the rounds 1, 3, 7, 15 and so on:
+
+1. The client receives the attention pairs of the other clients (at most `peers`). At the mean with
+   the weights p, it measures the slope of each sample's loss along each d_j, minus the mean slope.
+   All d_j are scaled to the same length, so a longer change does not count as a better one. The
+   mean over the samples, m_j, has the standard error E_j. Earlier trials count, too: the precision
+   1 / E_j^2 of a peer's evidence is halved in every trial, and the means are weighted by precision.
+2. The client changes its weights. With a margin of 0.01 nats per token,
+
+       x_j = max(0, m_j - 1.5 E_j - min_k (m_k + 1.5 E_k) - margin).
+
+   Clients without evidence have the mean x_j. Weights below a tenth of the equal share are dropped.
+3. The client continues from the mean with the new weights, as far as it can compute this mean. A
+   client whose only weight is its own ignores the mean until the next trial.
+
+Whether the mean or the client's own parameters are evaluated also depends on the validation loss,
+in the rounds whose mean contains all parameters and after the last round.
 """
 
 import math
@@ -50,7 +57,7 @@ from coterie.privacy.ledger import Budget
 class Auto(AutoSettings, Mixture):
     """A mixture of experts, averaged with weights that each client sets for itself.
 
-    Trials follow the rounds 1, 3, 7, 15 and so on of the first half of a run.
+    Trials follow the rounds 1, 3, 7, 15 and so on.
     """
 
     name: ClassVar[str] = "auto"

@@ -3,14 +3,23 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from coterie.exchanges.exchange import Exchange
 from coterie.messages import Groups, Message, Tensors
-from coterie.methods.auto.choice import checked_choice, latest_trial, limited_rows, shares_of
+from coterie.methods.auto.choice import (
+    checked_choice,
+    latest_trial,
+    limited_rows,
+    mixed,
+    shares_of,
+)
 from coterie.methods.auto.settings import AutoSettings
 from coterie.methods.clusters import nearest
 from coterie.methods.contract import ClientId, ServerContext
 from coterie.methods.grouped import Personal, PersonalServer
 from coterie.methods.value import PerClient
+from coterie.seeding import generator
 from coterie.transforms.context import Rows
 
 
@@ -25,10 +34,7 @@ class Chosen(Personal):
     tried: PerClient[int] = PerClient()
     """For each client, the number of rounds after which its latest trial was due."""
     uploads: PerClient[Tensors] = PerClient()
-    """The latest pairs of each client, if a trial is due for any client."""
-    before: PerClient[Tensors] = PerClient()
-    """The upload of each client's latest trial, until its next upload. A client that stays alone
-    after the trial trains from these parameters, and not from its mean."""
+    """The latest upload of each client, if a trial is due for any client."""
     current: PerClient[bool] = PerClient()
     """The clients that have uploaded since all parameters were last averaged."""
 
@@ -37,7 +43,7 @@ class AutoServer(PersonalServer[AutoSettings, Chosen]):
     """A server that averages with each client's own weights, and forwards pairs for trials.
 
     The server decides which data of others a client receives: pairs once per trial. A client's
-    weights change only in a trial, or when it decides to stay alone.
+    weights change only in a trial.
     """
 
     def __init__(self, method: AutoSettings, context: ServerContext) -> None:
@@ -50,23 +56,48 @@ class AutoServer(PersonalServer[AutoSettings, Chosen]):
 
     def _due(self, value: Chosen, client: ClientId, exchange: int) -> bool:
         """Return whether a trial is due for a client before an exchange."""
-        return latest_trial(exchange, self.context.rounds) > value.tried.get(client, 0)
+        latest = latest_trial(exchange) if exchange < self.context.rounds else 0
+        return latest > value.tried.get(client, 0)
 
     def _peers(self, value: Chosen, client: ClientId, exchange: Exchange) -> list[ClientId]:
-        """Return the clients whose pairs a client receives in an exchange."""
-        if client not in value.uploads or not self._due(value, client, exchange.turn.exchange):
+        """Return the clients whose pairs a client receives in an exchange.
+
+        If there are more than `peers`, half of these are the clients with the largest weights or,
+        before the first trial, with the most similar pairs. The other half rotates.
+        """
+        number = exchange.turn.exchange
+        if client not in value.uploads or not self._due(value, client, number):
             return []
+        others = sorted(value.uploads.keys() - {client})
+        most = self.method.peers
+        if len(others) <= most:
+            return others
+        chance = generator(self.context.seed, "peers", client)
+        others = [others[i] for i in torch.randperm(len(others), generator=chance).tolist()]
+        if row := value.rows.get(client):
+            others.sort(key=lambda other: -row.get(other, 0.0))
+            first = others[: most - most // 2]
+        else:
+            first = self._similar(value)[client]
+        rest = [other for other in others if other not in first]
+        begin = latest_trial(number).bit_length() * (most // 2) % len(rest)
+        return sorted({*first, *[*rest, *rest][begin : begin + most // 2]})
+
+    def _similar(self, value: Chosen) -> Mapping[ClientId, list[ClientId]]:
         if self._compared is None or self._compared[0] is not value:
-            self._compared = value, nearest(value.uploads, self.start, self.method.peers)
-        return self._compared[1][client]
+            most = self.method.peers
+            judged = value.uploads.mapped(self._judged)
+            self._compared = value, nearest(judged, self.start, most - most // 2)
+        return self._compared[1]
 
     def download(self, value: Chosen, client: ClientId, exchange: Exchange) -> Message:
         message = super().download(value, client, exchange)
         names = self.method.downloaded(self.parameters, client not in value.current)
         sent = {n: t for n, t in message["adapter"].items() if n in names}
         of_peers = value.uploads.only(self._peers(value, client, exchange))
-        peers = of_peers.mapped(lambda tensors: {"adapter": tensors})
-        values = {"sizes": {p: value.tokens[p] for p in peers}} if peers else {}
+        peers = of_peers.mapped(lambda tensors: {"adapter": self._judged(tensors)})
+        sizes = {other: count for other, count in value.tokens.items() if other != client}
+        values = {"sizes": sizes} if peers else {}
         return replace(message, groups={"adapter": sent}, peers=peers, values=values)
 
     def check(self, value: Chosen, client: ClientId, upload: Message, exchange: Exchange) -> None:
@@ -76,10 +107,14 @@ class AutoServer(PersonalServer[AutoSettings, Chosen]):
     def reference(
         self, value: Chosen, client: ClientId, upload: Message, exchange: Exchange
     ) -> Groups:
-        start = super().download(value, client, exchange)["adapter"]
-        row = checked_choice(client, upload.values.get("choice"), value.held)["row"]
-        before = value.before.get(client, {}) if row == {client: 1.0} else {}
-        return {"adapter": {**start, **before}}
+        mean = super().download(value, client, exchange)["adapter"]
+        if not (peers := self._peers(value, client, exchange)):
+            return {"adapter": mean}
+        chosen = checked_choice(client, upload.values.get("choice"), value.held)["row"]
+        received = value.rows.get(client) or shares_of(value.tokens)
+        pairs = value.uploads.only([*peers, client]).mapped(self._judged)
+        own = {**mean, **value.uploads[client]}
+        return {"adapter": mixed(client, own, mean, pairs, chosen, received)}
 
     def rows(self, value: Chosen, exchange: Exchange) -> Rows:
         everybody = shares_of(value.tokens)
@@ -93,28 +128,22 @@ class AutoServer(PersonalServer[AutoSettings, Chosen]):
             client: checked_choice(client, choice, value.held)
             for client, choice in exchange.each("choice").items()
         }
-        alone = {client for client, choice in choices.items() if choice["row"] == {client: 1.0}}
         rows = {
-            client: choice["row"] if client in trying | alone else value.rows.get(client, {})
+            client: choice["row"] if client in trying else value.rows.get(client, {})
             for client, choice in choices.items()
         }
         value = replace(
             value,
             rows=value.rows | rows,
             tokens=value.tokens | {c: choice["tokens"] for c, choice in choices.items()},
-            tried=value.tried | dict.fromkeys(trying, latest_trial(number, self.context.rounds)),
-            # Clients that stay alone have not trained from their means.
-            means=value.means.updated(value.before.only(alone)),
+            tried=value.tried | dict.fromkeys(trying, latest_trial(number)),
         )
         value = super().aggregate(value, exchange)
-        adapters = exchange.each("adapter")
-        before = value.before.only(value.before.keys() - choices) | adapters.only(trying)
         due = any(self._due(value, client, number + 1) for client in value.rows)
         is_complete = (number + 1) % self.method.every == 0
         return replace(
             value,
-            uploads=value.uploads | adapters.mapped(self._judged) if due else PerClient(),
-            before=before,
+            uploads=value.uploads | exchange.each("adapter") if due else PerClient(),
             current=PerClient() if is_complete else value.current | dict.fromkeys(choices, True),
         )
 

@@ -17,19 +17,16 @@ class AutoSettings(AdapterMethod):
 
     mlp: Generalists = Generalists()
     router: PhasedRouter = PhasedRouter()
-    samples: int = Field(default=16, ge=2)
+    samples: int = Field(default=32, ge=2)
     """number of validation samples on which a client judges other clients"""
     set_aside: float = Field(default=0.5, ge=0, lt=1)
     """fraction of the validation samples reserved for judging; routers are trained on the rest (0:
     both use all samples)"""
-    trust: float = Field(default=1.0, ge=0)
-    """step size of the change of weights in a trial (eta)"""
-    patience: float = 1.0
-    """number of standard errors by which training from the client's own parameters must be better
-    than training from the mean for the client to stay alone"""
+    trust: float = Field(default=50.0, ge=0)
+    """step size of the change of weights, per nat (eta)"""
     peers: int = Field(default=16, ge=1)
-    """maximum number of other clients in a trial; those whose changes are the most similar to the
-    client's are chosen"""
+    """maximum number of other clients in a trial; of more clients, half are those with the largest
+    weights (at first, with the most similar changes), and the others rotate"""
     every: int = Field(default=2, ge=1)
     """how often experts other than the first are averaged: every this many rounds"""
 
