@@ -231,8 +231,9 @@ def changed(own: dict[str, str]) -> Iterator[None]:
         *,
         where: str,
         beside: Any = (),
+        pull: Any = None,
     ) -> float:
-        value = update(self, loss, learning_rate, penalty, where=where)
+        value = update(self, loss, learning_rate, penalty, where=where, pull=pull)
         if beside:
             if self not in others:
                 others[self] = Updater(self.context, self.adapter, self.selects, self.leaves)

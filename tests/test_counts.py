@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 LIMITS = {
     "files": 1_128,
     "lines of src": 33_200,
-    "lines of tests": 39_120,
+    "lines of tests": 39_160,
     "lines of papers": 3_850,
     "lines of benchmarks": 2_750,
     "lines of scripts": 1_030,

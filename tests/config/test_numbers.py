@@ -53,6 +53,6 @@ def test_a_number_must_be_finite(name, path, number) -> None:
 
 def test_the_numbers_are_found() -> None:
     learning_rate, share = ("training", "learning_rate"), ("embeddings", "share")
-    wanted = {("auto", ("patience",)), ("run file", learning_rate), ("fedamole", share)}
+    wanted = {("auto", ("trust",)), ("run file", learning_rate), ("fedamole", share)}
     assert wanted <= NUMBERS.keys()
     assert len(NUMBERS) > 60

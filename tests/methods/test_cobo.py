@@ -45,12 +45,14 @@ def test_an_exchange_follows_algorithm_1(domain, config) -> None:
     x, before = adapters(local), {i: local.server.row(local.value, i) for i in names}
     steps = {name: record(c.training, c.shared) for name, c in local.clients.items()}
     uploads = one_round(local, 1)
-    # Equation 4: x_i <- x_i - eta (g_i + rho sum_k w_ik (x_i - x_k)).
+    # Equation 4: x_i <- x_i - eta (g_i + rho sum_k w_ik (x_i - x_k)), in the order of the authors'
+    # code: the term of rho is subtracted after the step.
     for i, after in adapters(local).items():
         [(start, gradient)] = steps[i]
         assert torch.equal(flat(start), x[i])
-        pull = sum((before[i][k] * (x[i] - x[k]) for k in names if k != i), torch.zeros(()))
-        assert torch.allclose(after, x[i] - 0.1 * (flat(gradient) + 0.3 * pull), atol=1e-7)
+        stepped = x[i] - 0.1 * flat(gradient)
+        pull = sum((before[i][k] * (stepped - x[k]) for k in names if k != i), torch.zeros(()))
+        assert torch.allclose(after, stepped - 0.1 * 0.3 * pull, atol=1e-7)
         assert pull.abs().max() > 1e-4
     # Equation 3: w_ij <- Proj(w_ij + gamma <g_i, g_j>), with gradients at (x_i + x_j) / 2.
     for i in names:

@@ -1,4 +1,4 @@
-"""Ditto: one exchange equals a naive version of algorithm 1."""
+"""Ditto: one exchange equals a naive version of algorithm 1, with the pull after the step."""
 
 from typing import Any
 
@@ -22,8 +22,12 @@ def test_the_personal_adapter_follows_algorithm_1(config) -> None:
     steps = record(client.personal_training, client.personal.tensors())
     client.train(nth(1))
     [(_, g)] = steps
-    expected = {n: v[n] - 0.1 * (g[n] + 0.3 * (v[n] - w[n])) for n in v}
+    stepped = {n: v[n] - 0.1 * g[n] for n in v}
+    expected = {n: x - 0.1 * 0.3 * (x - w[n]) for n, x in stepped.items()}
     assert close_to(client.personal.tensors(), expected, atol=1e-7)
+    combined = {n: v[n] - 0.1 * (g[n] + 0.3 * (v[n] - w[n])) for n in v}  # algorithm 1
+    for n, difference in ((n, expected[n] - combined[n]) for n in v):
+        assert torch.allclose(difference, 0.1 * 0.3 * 0.1 * g[n], atol=1e-7)
     upload = client.upload(nth(1))["adapter"]
     assert equal(upload, client.adapter.tensors())
     assert not equal(upload, client.personal.tensors())

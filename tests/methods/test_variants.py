@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from naive_lora import ONE_STEP, record
 from tensors import close_to, equal, mean_of
 from turns import nth
 
@@ -131,21 +132,21 @@ def test_ffa_lora_trains_b_alone_on_the_same_a(config) -> None:
     assert close_to(mean, mean_of(products), atol=1e-8)
 
 
-def test_fedprox_adds_the_gradient_of_half_mu_times_the_squared_distance(config) -> None:
-    local = joined(config(method={"name": "fedprox", "mu": 0.3}))
+def test_fedprox_pulls_towards_the_values_at_the_start_of_the_round(config) -> None:
+    # With gradient descent, mu (w - w_t) is the gradient of mu / 2 ||w - w_t||^2.
+    training = {**ONE_STEP, "steps": 3}
+    local = joined(config(method={"name": "fedprox", "mu": 0.3}, rounds=2, training=training))
     client: Any = local.clients["poet"]
-    client.training.run(0)
-    (level,) = client.training.levels
-    start = client.training.start
-    parameters = client.adapter.tensors()
-    assert any(not torch.equal(start[n], p) for n, p in parameters.items())
-    penalty = level.penalty()
-    distances = [((p - start[n]) ** 2).sum() for n, p in parameters.items()]
-    expected = 0.15 * torch.stack(distances).sum()
-    assert torch.allclose(penalty, expected)
-    penalty.backward()
-    grads = {name: parameter.grad for name, parameter in parameters.items()}
-    assert close_to(grads, {n: 0.3 * (p - start[n]) for n, p in parameters.items()}, atol=1e-7)
+    for exchange in range(2):
+        start = copied(client.adapter.tensors())
+        steps = record(client.training, client.adapter.tensors())
+        client.training.run(exchange)
+        moved = [w for w, _ in steps[1:]] + [client.adapter.tensors()]
+        for (w, gradient), after in zip(steps, moved, strict=True):
+            stepped = {n: w[n] - 0.1 * gradient[n] for n in w}
+            expected = {n: x - 0.1 * 0.3 * (x - start[n]) for n, x in stepped.items()}
+            assert close_to(after, expected, atol=1e-7)
+            assert not close_to(stepped, expected, atol=1e-7)
 
 
 @pytest.mark.slow

@@ -126,7 +126,8 @@ def test_a_schedule_reaches_a_deployed_client_as_it_is(config) -> None:
 @pytest.mark.parametrize("micro_batch", [1, 3])
 def test_a_batch_in_pieces_is_the_batch(config, questions, kind, micro_batch) -> None:
     # The parameters have a penalty, and pieces have different numbers of counted tokens.
-    run: dict[str, Any] = {"method": {"name": "fedprox", "mu": 3.0}, "clients": POET, "rounds": 1}
+    method = {"name": "hetlora", "gamma": 0.6, "penalty_weight": 3.0}
+    run: dict[str, Any] = {"method": method, "clients": POET, "rounds": 1}
     if kind == "instructions":
         run |= {**QUESTIONS, "data_root": str(questions)}
     training = {**BASICS, "batch": 7, "optimiser": "sgd", "max_grad_norm": 0.1}

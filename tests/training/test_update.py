@@ -260,6 +260,48 @@ def test_moments_go_where_their_parameters_are(kind: str) -> None:
         assert not wrong
 
 
+@pytest.mark.parametrize("optimiser", ["adamw", "sgd"])
+def test_parameters_with_targets_are_pulled_after_the_step(optimiser: str) -> None:
+    own, others = (Weights(optimiser=optimiser, max_grad_norm=0.05) for _ in range(2))
+    b, c = torch.ones(4, 3), torch.zeros(4, 3, dtype=torch.float64)
+    pull = lambda: (2.0, {"b": b, "c": c, "of another level": b})  # noqa: E731
+    for step in range(3):
+        work(others, range(step, step + 1))
+        for name, target in (("b", b), ("c", c.float())):
+            x = others.all[name]
+            x.data = x.data - rate(step) * 2.0 * (x.data - target)
+        loss = lambda step=step: loss_of(own.all, step)  # noqa: E731
+        own.updater.update(loss, rate(step), pull=pull, where="")
+        for name, x in others.all.items():
+            torch.testing.assert_close(own.all[name], x, rtol=1e-5, atol=1e-6)
+    assert all(parameter.grad is None for parameter in own.all.values())
+
+
+@pytest.mark.parametrize("eta", [1e-2, 1e-3])
+def test_a_pull_is_to_first_order_a_penalty_of_gradient_descent(eta: float) -> None:
+    # The difference is eta^2 strength times the gradient.
+    pulled, penalised = (Weights(optimiser="sgd", max_grad_norm=None) for _ in range(2))
+    first, target = gradients(pulled, 0), torch.ones(4, 3)
+    term = lambda: 1.5 / 2 * (penalised.all["b"] - target).square().sum()  # noqa: E731
+    pulled.updater.update(
+        lambda: loss_of(pulled.all, 0), eta, pull=lambda: (1.5, {"b": target}), where=""
+    )
+    penalised.updater.update(lambda: loss_of(penalised.all, 0), eta, term, where="")
+    for name, x in pulled.values().items():
+        expected = eta**2 * 1.5 * first[name] * (name == "b")
+        torch.testing.assert_close(x - penalised.values()[name], expected, rtol=0.1, atol=3e-7)
+
+
+def test_a_pull_moves_parameters_at_most_to_their_targets() -> None:
+    weights, target = Weights("dense"), torch.ones(4, 3)
+    before = weights.values()
+    targets = {"a": target, "c": target}
+    loss = lambda: loss_of(weights.all, 0)  # noqa: E731
+    weights.updater.update(loss, 0.1, pull=lambda: (30.0, targets), where="")
+    assert torch.equal(weights.all["a"], target)
+    assert torch.equal(weights.all["c"], before["c"])  # not selected
+
+
 def gradients(weights: Weights, step: int) -> dict[str, Tensor]:
     tensors = weights.tensors()
     loss = loss_of(tensors, step)

@@ -118,7 +118,7 @@ def step_flops(base: Base, adapter: Trainable, level: Level, window: int) -> int
     ids: Tensor = torch.zeros(1, window + 1, dtype=torch.int64, device=base.device)
     adapter.require_grad(lambda p: level.selects(p) or level.leaves(p))
     with FlopCounterMode(display=False) as counter:
-        # The level's penalty is omitted: it is cheap compared with a forward pass.
+        # The level's penalty and pull are omitted: they are cheap compared with a forward pass.
         language_model_loss(model, ids).backward()
     for parameter in adapter.tensors().values():
         parameter.grad = None

@@ -102,7 +102,7 @@ def held_by(side: ClientSide, config: RunConfig) -> Held:
         for level in training.levels:
             updated.append(_bytes(p.tensor for p in adapter if level.selects(p)))
             gradients.append(updated[-1] + _bytes(p.tensor for p in adapter if level.leaves(p)))
-        if any(level.penalty for level in training.levels):
+        if any(level.penalty or level.pull for level in training.levels):
             starts = max(starts, _bytes(p.tensor for p in adapter))
     if not trainings:  # the client creates its optimisers in every round
         updated = gradients = [_bytes(p.tensor for p in parameters if trained(p))]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import ClassVar, Literal
 
 from pydantic import Field
-from torch import Tensor, nn
+from torch import nn
 
 from coterie.adapters import Layout
 from coterie.adapters.full import FullAdapter
@@ -19,8 +19,7 @@ from coterie.methods.contract import ClientId
 from coterie.methods.exact import SETTING
 from coterie.methods.registry import fine_tuned
 from coterie.methods.settings import Attention, Lora, OwnSets, SharedSets
-from coterie.methods.tensors import squared_distance
-from coterie.training.schedule import Penalty
+from coterie.training.schedule import Level
 
 
 class Local(AdapterMethod):
@@ -65,8 +64,10 @@ class FedAvg(AdapterMethod):
 class FedProx(FedAvg):
     """Federated averaging with a proximal term that keeps clients close to the server's model.
 
-    The term is mu / 2 times the squared distance between the shared parameters and the values that
-    the shared parameters had at the start of the round.
+    In the paper, the loss of a client has the term mu / 2 ||w - w_t||^2, where w are the trained
+    parameters, and w_t are their values at the start of the round. Here, after each step of the
+    optimiser with learning rate eta, w <- w - eta mu (w - w_t), where w is the value after the
+    step. With gradient descent, the two differ by terms of order eta^2.
     """
 
     name: ClassVar[str] = "fedprox"
@@ -76,15 +77,11 @@ class FedProx(FedAvg):
     )
 
     mu: float = Field(default=0.01, ge=0)
-    """weight of the proximal term"""
+    """strength of the proximal term"""
 
-    def penalty(self, client: AdapterClient) -> Penalty:
-
-        def proximal() -> Tensor:
-            start, device = client.training.start, client.context.base.device
-            return self.mu / 2 * squared_distance(client.shared, start, device)
-
-        return proximal
+    def levels(self, client: AdapterClient) -> list[Level]:
+        [level] = super().levels(client)
+        return [replace(level, pull=lambda: (self.mu, client.training.start))]
 
 
 class FFALora(AdapterMethod):

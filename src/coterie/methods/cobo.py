@@ -12,8 +12,12 @@ midpoint. The server takes a step on the weights of these pairs (algorithm 1):
 
 P projects a client's weights onto a simplex, as in the paper's experiment on language models
 (section 4.3), or each weight onto [0, 1]. The server sends every client i the mean m_i of the other
-adapters, weighted by w_ij. The client uses m_i to compute its penalty, because the gradients of
-`sum_j w_ij ||x_i - x_j||^2` and `(sum_j w_ij) ||x_i - m_i||^2` with respect to x_i are equal.
+adapters, weighted by w_ij. After each step of the optimiser with learning rate eta, the client
+computes, as in the authors' code for language models,
+
+    x_i <- x_i - eta rho sum_j w_ij (x_i - x_j) = x_i - eta rho (sum_j w_ij) (x_i - m_i),
+
+where x_i is the adapter after the step, and x_j was uploaded in the exchange before.
 """
 
 import math
@@ -36,12 +40,12 @@ from coterie.messages.names import TRUST
 from coterie.methods.adapter import AdapterClient, AdapterServer, Shared
 from coterie.methods.averaging import FedIT
 from coterie.methods.contract import ClientContext, ClientId, ServerContext
-from coterie.methods.tensors import closest, copied, copy, shapes_of, squared_distance
+from coterie.methods.tensors import closest, copied, copy, shapes_of
 from coterie.methods.value import PerClient
 from coterie.privacy.ledger import Budget
 from coterie.seeding import generator
 from coterie.training.passes import training_pass
-from coterie.training.schedule import Penalty
+from coterie.training.schedule import Level
 from coterie.transforms.context import Row
 from coterie.turn import Turn
 
@@ -58,7 +62,7 @@ class CoBo(FedIT):
     reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
 
     proximity: float = Field(default=0.5, ge=0)
-    """weight of the term that keeps clients near one another (rho)"""
+    """strength of the pull of clients towards one another (rho)"""
     weight_step: float = Field(default=0.05, gt=0)
     """step size of clients' weights (gamma) per local step; a round's step is multiplied by
     training.steps"""
@@ -89,9 +93,10 @@ class CoBo(FedIT):
         down = (mean, weights, replace(adapter, peers=True))
         return Schema(inherited.hello, (adapter, gradients), down)
 
-    def penalty(self, client: AdapterClient) -> Penalty:
+    def levels(self, client: AdapterClient) -> list[Level]:
         assert isinstance(client, CoBoClient), "only CoBoClient has the peers' mean"
-        return client.distance
+        [level] = super().levels(client)
+        return [replace(level, pull=lambda: (self.proximity * client.weight, client.mean))]
 
     def client(self, context: ClientContext) -> "CoBoClient":
         return CoBoClient(self, context)
@@ -152,14 +157,6 @@ class CoBoClient(AdapterClient[CoBo]):
             gradients = torch.autograd.grad(loss * (part.terms / batch.terms), tensors)
             total += torch.cat([g.flatten() for g in copied_to_host(gradients)])
         return total
-
-    def distance(self) -> Tensor:
-        """Return the penalty: rho / 2 times the weighted squared distance from the peers' mean."""
-        device = self.context.base.device
-        if not self.weight:
-            return torch.zeros((), device=device)
-        distance = squared_distance(self.shared, self.mean, device)
-        return self.method.proximity / 2 * self.weight * distance
 
     def upload(self, turn: Turn) -> Message:
         message = super().upload(turn)

@@ -1,16 +1,25 @@
 """Ditto (arXiv 2012.04221): a personal adapter that stays near the averaged adapter.
 
 In each round, a client trains a copy of the averaged adapter w, which is sent and averaged as in
-FedAvg, and its personal adapter v, which never leaves the client. The loss of v has the additional
-term `lambda / 2 ||v - w||^2` (algorithm 1), where w is the averaged adapter that the client has
-received in this round.
+FedAvg, and its personal adapter v, which never leaves the client. The objective of v is the
+client's loss f plus `lambda / 2 ||v - w||^2`, where w is the averaged adapter that the client has
+received in this round. In algorithm 1, v takes steps of gradient descent with learning rate eta:
+
+    v <- v - eta (grad f(v) + lambda (v - w)).
+
+Here, the run's optimiser takes a step on the gradient of f, and then
+
+    v <- v - eta lambda (v - w),
+
+where v is the value after the step. With gradient descent, the two differ by terms of order eta^2.
+Other optimisers, such as AdamW, would change the size of lambda (v - w) if it were part of the
+gradient.
 """
 
 from dataclasses import replace
 from typing import ClassVar, Literal
 
 from pydantic import Field
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from coterie.adapters import Trainable
@@ -18,9 +27,9 @@ from coterie.messages import State
 from coterie.methods.adapter import AdapterClient, M
 from coterie.methods.averaging import FedIT
 from coterie.methods.contract import ClientContext
-from coterie.methods.tensors import copied, copy, squared_distance
+from coterie.methods.tensors import copied, copy
 from coterie.training.local import LocalTraining
-from coterie.training.schedule import Penalty
+from coterie.training.schedule import Pull
 from coterie.turn import Turn
 
 
@@ -37,7 +46,7 @@ class Ditto(FedIT):
     reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
 
     proximity: float = Field(default=1.0, ge=0)
-    """weight of the term that keeps the personal pairs near the averaged pairs (lambda)"""
+    """strength of the pull of the personal pairs towards the averaged pairs (lambda)"""
 
     def client(self, context: ClientContext) -> "DittoClient":
         return DittoClient(self, context)
@@ -54,15 +63,13 @@ class PersonalClient(AdapterClient[M]):
         method: M,
         context: ClientContext,
         personal: Trainable,
-        penalty: Penalty | None = None,
+        pull: Pull | None = None,
         first: int = 0,
     ) -> None:
         super().__init__(method, context)
         self.personal = personal
         [level] = method.levels(self)
-        level = replace(
-            level, name="personal", penalty=penalty, active=lambda number: number >= first
-        )
+        level = replace(level, name="personal", pull=pull, active=lambda number: number >= first)
         self.personal_training = LocalTraining(context, personal, [level])
 
     def model(self) -> PreTrainedModel:
@@ -85,13 +92,9 @@ class DittoClient(PersonalClient[Ditto]):
 
     def __init__(self, method: Ditto, context: ClientContext) -> None:
         personal = method.adapter(context.base.model, context.seed, context.name)
-        super().__init__(method, context, personal, penalty=self._distance)
+        super().__init__(method, context, personal, lambda: (method.proximity, self.received))
 
     def train(self, turn: Turn) -> None:
         self.received = copied(self.shared)
         self.training.run(turn.exchange)
         self.personal_training.run(turn.exchange)
-
-    def _distance(self) -> Tensor:
-        device, personal = self.context.base.device, self.personal.tensors()
-        return self.method.proximity / 2 * squared_distance(personal, self.received, device)

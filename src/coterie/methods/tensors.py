@@ -41,14 +41,6 @@ def closest(tensors: Mapping[str, Tensor], *starts: Mapping[str, Tensor]) -> Map
     return min(starts, key=distance)
 
 
-def squared_distance(
-    tensors: Mapping[str, Tensor], start: Mapping[str, Tensor], device: torch.device
-) -> Tensor:
-    """Return the squared distance of tensors from `start`, as a scalar on the device."""
-    squares = [(t - start[n]).square().sum().to(device) for n, t in tensors.items()]
-    return torch.stack(squares).sum()
-
-
 def log_routing(context: ClientContext, routing: Mapping[str, Tensor]) -> None:
     """Log the mean routing weights of each layer in the last batch."""
     for layer, weights in on_host(routing).items():

@@ -59,7 +59,7 @@ class LocalTraining:
             for level in self.levels
         }
         self.start: Mapping[str, Tensor] = {}
-        """Copies of the parameters at the start of the round; empty if no level has a penalty."""
+        """Copies of the parameters at the start of the round; empty without a penalty or a pull."""
 
     def run(self, number: int) -> None:
         """Attach the adapter, and execute the steps of a local training.
@@ -72,7 +72,7 @@ class LocalTraining:
         if self.context.training.reset_optimiser:
             for updater in self._updaters.values():
                 updater.reset()
-        if any(level.penalty for level in self.levels):
+        if any(level.penalty or level.pull for level in self.levels):
             self.start = {n: p.detach().clone() for n, p in self.adapter.tensors().items()}
         for step in self.steps(number):
             for level in self.levels:
@@ -104,6 +104,7 @@ class LocalTraining:
             level.penalty,
             where=f"at step {step + 1}",
             beside=beside,
+            pull=level.pull,
         )
         self.context.log(f"{LOSS}{level.name}", loss)
         if drift:

@@ -7,7 +7,7 @@ in some local trainings only.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +18,15 @@ from coterie.training.spec import TrainingSpec
 
 Penalty = Callable[[], Tensor]
 """Function that returns a scalar to add to the loss; called after the adapter's forward pass."""
+Pull = Callable[[], tuple[float, Mapping[str, Tensor]]]
+"""Function that returns the strength of a pull, and the targets of the pulled parameters by name.
+
+After each step of the optimiser with learning rate eta, a parameter x with the target t becomes
+`x - eta strength (x - t)`. The term is decoupled from the gradient, as AdamW decouples weight
+decay. In the loss, where it would be `strength / 2 ||x - t||^2`, an optimiser that divides by the
+gradients' size, such as AdamW, would change its strength. Here, x is the value after the step. If
+`eta strength` exceeds 1, then x becomes t, because a larger factor would move x beyond t.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,7 @@ class Level:
     steps: int = 1
     """The number of updates in a turn."""
     penalty: Penalty | None = None
+    pull: Pull | None = None
     leaves: Selects = lambda _: False
     """Function that returns whether this level only accumulates the gradient of a given parameter.
 

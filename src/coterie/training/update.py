@@ -14,7 +14,7 @@ from coterie.errors import CoterieError, Diverged, enough_memory
 from coterie.messages import State
 from coterie.training.context import ClientContext
 from coterie.training.optimiser import build
-from coterie.training.schedule import Penalty
+from coterie.training.schedule import Penalty, Pull
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,11 @@ class Updater:
         *,
         where: str,
         beside: Sequence[Piece] = (),
+        pull: Pull | None = None,
     ) -> float:
         """Take one optimiser step to minimise the sum of the loss, the penalty and a second loss.
+
+        After the step, parameters are pulled towards their targets, if they have any.
 
         Args:
             loss: A function that returns the loss, or the pieces of a batch. The loss of a batch is
@@ -78,6 +81,7 @@ class Updater:
                 is shortened to at most `training.replay.max_grad_ratio` times the norm of the other
                 gradient. The pieces are computed first, so that after the update, the adapter's
                 records of the last forward pass are those of the batch.
+            pull: A function that returns the strength of a pull and its targets; None for no pull.
 
         Returns:
             The first loss, without the penalty. Its unit is nats per token, except for the loss of
@@ -114,6 +118,8 @@ class Updater:
             group["lr"] = learning_rate
         self.optimiser.step()
         self.optimiser.zero_grad()
+        if pull is not None:
+            self._pull(*pull(), learning_rate)
         pairs = zip(pieces, values[: len(pieces)], strict=True)
         return sum(loss * (piece.terms / terms) for piece, (loss, _) in pairs)
 
@@ -162,6 +168,13 @@ class Updater:
             if (gradient := gradients.get(name)) is not None:
                 added = gradient * factor.to(gradient.device)
                 parameter.grad = added if parameter.grad is None else parameter.grad.add_(added)
+
+    @torch.no_grad()
+    def _pull(self, strength: float, targets: Mapping[str, Tensor], learning_rate: float) -> None:
+        """Move parameters towards their targets; see `schedule.Pull`."""
+        for name, parameter in self.parameters.items():
+            if (target := targets.get(name)) is not None:
+                parameter.lerp_(target.to(parameter), min(1, learning_rate * strength))
 
     def _memory_settings(self) -> list[str]:
         """Return texts that name settings with which a training step needs less memory.
