@@ -127,9 +127,9 @@ def naive_evidence(
 
 def naive_excess(evidence: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     """Compute each client's excess, with Python's numbers."""
-    errors = {name: 1.5 / math.sqrt(precision) for name, (_, precision) in evidence.items()}
-    best = min(mean + errors[name] for name, (mean, _) in evidence.items())
-    return {n: max(0.0, mean - errors[n] - best - 0.01) for n, (mean, _) in evidence.items()}
+    variance = max(0.0, fmean(mean * mean - 1 / p for mean, p in evidence.values()))
+    slopes = {n: mean * variance / (variance + 1 / p) for n, (mean, p) in evidence.items()}
+    return {n: max(0.0, slope - min(slopes.values()) - 0.01) for n, slope in slopes.items()}
 
 
 def naive_row(
@@ -180,7 +180,7 @@ def trial(
     def start(row: Mapping[str, float]) -> dict[str, Tensor]:
         held = sum(weight for c, weight in row.items() if c in pairs)
         part = {c: weight / held for c, weight in row.items() if c in pairs}
-        left = (1 - part.get(name, 0)) / (1 - received.get(name, 0))
+        left = min(1, (1 - part.get(name, 0)) / (1 - received.get(name, 0)))
         result = {n: t + left * (mean.get(n, t) - t) for n, t in own.items()}
         if part == {name: 1.0}:
             return own

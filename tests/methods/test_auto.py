@@ -14,7 +14,7 @@ from coterie.testing.rounds import down, joined, one_round
 
 TRAINING = {"steps": 2, "batch": 2, "precision": "fp32", "learning_rate": 0.01}
 TOKENS = {"diarist": 900, "poet": 2000, "whaler": 90_000}
-STEPS = {"helps": -0.3, "hurts": 0.3, "helps-little": -0.05, "hurts-little": 0.05, "helps-much": -1}
+STEPS = {"helps": -0.3, "hurts": 0.3, "helps-much": -1, "hurts-much": 1}
 """Kinds of changes along the gradient of the client's loss, and their step sizes."""
 SIZES = {"random": 0.03, "noisy": 0.2}
 """Kinds of random changes, and their standard deviations."""
@@ -29,7 +29,7 @@ def judged(client: Any, tensors: Mapping[str, Tensor] | None = None) -> dict[str
 CASES: dict[str, tuple[str, dict[str, Any], Callable[[Trial], Any]]] = {
     "random changes": ("random random", {}, lambda t: not any(t.excess.values())),
     "one helps": ("helps hurts", {"samples": 4, "trust": 500.0}, lambda t: "whaler" not in t.row),
-    "both hurt": ("hurts hurts", {"trust": 5000.0}, lambda t: t.row == {"poet": 1.0}),
+    "both hurt": ("hurts-much hurts-much", {"trust": 5000.0}, lambda t: t.row == {"poet": 1.0}),
     "no trust": ("helps hurts", {"trust": 0.0}, lambda t: t.row["whaler"] > 0.67),
     "little trust": ("helps hurts", {"trust": 100.0}, lambda t: 0.1 < t.row["whaler"] < 0.6),
     "uncertain": ("noisy noisy", {"samples": 2}, lambda t: not all(t.excess.values())),

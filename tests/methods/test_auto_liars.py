@@ -35,7 +35,7 @@ def run(config):
 
 
 def trial_of(local: Any, name: str, forge: Forge) -> dict[str, float]:
-    """Return a client's weights with a step of 300 after a trial with steps along the gradient.
+    """Return a client's weights with a step of 3000 after a trial with steps along the gradient.
 
     Ann's and ben's steps are against the gradient of the client's loss; carl's is half as long.
     The liar's is what `forge` makes of ann's.
@@ -52,7 +52,7 @@ def trial_of(local: Any, name: str, forge: Forge) -> dict[str, float]:
     sent = {n: t for n, t in copied(client.shared).items() if not n.startswith("generalist.1")}
     client.receive(Message(1, {"adapter": sent}, {"sizes": dict.fromkeys(peers, 2000)}, peers))
     assert client.row.get("liar", 0) <= client.row.get("ann", 0) + 1e-6
-    return row_of(dict.fromkeys(TEXTS, 0.25), excess(client.evidence), 300.0, name)
+    return row_of(dict.fromkeys(TEXTS, 0.25), excess(client.evidence), 3000.0, name)
 
 
 def steady(step: Tensor) -> Tensor:

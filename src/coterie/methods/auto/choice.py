@@ -16,8 +16,6 @@ MEMORY = 0.5
 """The factor by which the precision of earlier evidence decreases in each trial."""
 MARGIN = 0.01
 """Differences between slopes up to this size, in nats per token, are ignored."""
-ERRORS = 1.5
-"""The number of standard errors by which two slopes must differ from their difference."""
 SMALLEST_WEIGHT = 0.1
 """The weight below which a client is excluded from the mean, as a multiple of the equal share."""
 LARGEST_SIZE = 3.0
@@ -180,9 +178,9 @@ def mixed(
 ) -> dict[str, Tensor]:
     """Return a client's mean with other weights, as far as the client can compute it.
 
-    Parameters of which the client has those of its peers are averaged. The other parameters are on
-    the line through the client's own ones and the mean that the client has received: exactly the
-    new mean if the other clients' weights have the same ratios in both.
+    Parameters of which the client has those of its peers are averaged. The other parameters lie
+    between the client's own ones and the mean that the client has received: exactly at the new mean
+    if the client's own weight has not decreased, and the ratios of the others' weights not changed.
 
     Args:
         client: The client's name.
@@ -196,7 +194,7 @@ def mixed(
     if not row or row.keys() == {client}:
         return {n: t.detach().clone() for n, t in (own if row else mean).items()}
     weight = received.get(client, 0.0)
-    factor = (1 - row.get(client, 0.0)) / (1 - weight) if weight < 1 else 0.0
+    factor = min(1.0, (1 - row.get(client, 0.0)) / (1 - weight)) if weight < 1 else 0.0
     result = {n: torch.lerp(t.detach(), mean[n], factor) for n, t in own.items()}
     for name in next(iter(pairs.values())):
         total = torch.stack([weight * pairs[c][name] for c, weight in row.items()]).sum(0)
@@ -243,13 +241,20 @@ def updated(
 
 
 def excess(evidence: Mapping[str, Evidence]) -> dict[str, float]:
-    """Return by how much each client's slope exceeds the lowest one, beyond errors and `MARGIN`."""
-    errors = {client: ERRORS * precision**-0.5 for client, (_, precision) in evidence.items()}
-    lowest = min((mean + errors[client] for client, (mean, _) in evidence.items()), default=0.0)
-    return {
-        client: max(0.0, mean - errors[client] - lowest - MARGIN)
-        for client, (mean, _) in evidence.items()
+    """Return by how much each client's slope exceeds the lowest one, beyond `MARGIN`.
+
+    Slopes are shrunk towards their mean in proportion to their errors: with a normal prior whose
+    variance is estimated from their spread, they are the means of the posterior.
+    """
+    if not evidence:
+        return {}
+    variance = max(0.0, fmean(mean**2 - 1 / precision for mean, precision in evidence.values()))
+    shrunk = {
+        client: mean * variance / (variance + 1 / precision)
+        for client, (mean, precision) in evidence.items()
     }
+    lowest = min(shrunk.values()) + MARGIN
+    return {client: max(0.0, slope - lowest) for client, slope in shrunk.items()}
 
 
 def row_of(

@@ -16,9 +16,7 @@ first term and c KL(w || p) is
 
     w_j = p_j exp(-eta x_j) / sum_k p_k exp(-eta x_k),    eta = 1 / c,
 
-where x_j is the slope of j minus the lowest slope. Slopes are estimated on validation samples, and
-x_j is replaced by a lower bound of this difference. Weights are therefore never more concentrated
-than the evidence requires: clients that may be as good as the best one have their full shares.
+where x_j is the slope of j minus the lowest slope.
 
 A client estimates slopes in trials after the rounds 1, 3, 7, 15 and so on:
 
@@ -27,11 +25,16 @@ A client estimates slopes in trials after the rounds 1, 3, 7, 15 and so on:
    All d_j are scaled to the same length, so a longer change does not count as a better one. The
    mean over the samples, m_j, has the standard error E_j. Earlier trials count, too: the precision
    1 / E_j^2 of a peer's evidence is halved in every trial, and the means are weighted by precision.
-2. The client changes its weights. With a margin of 0.01 nats per token,
+2. The client changes its weights. Slopes are shrunk by their errors: with a normal prior for the
+   true slopes, whose variance v is estimated from the spread of the m_j, their posterior means are
+   s_j = m_j v / (v + E_j^2). With a margin of 0.01 nats per token,
 
-       x_j = max(0, m_j - 1.5 E_j - min_k (m_k + 1.5 E_k) - margin).
+       x_j = max(0, s_j - min_k s_k - margin).
 
-   Clients without evidence have the mean x_j. Weights below a tenth of the equal share are dropped.
+   Clients that are about as good as the best one therefore have their full shares, and the mean is
+   not narrower than the evidence requires. More samples reduce the errors, but do not turn a small
+   difference into a large one. Clients without evidence have the mean x_j. Weights below a tenth
+   of the equal share are dropped.
 3. The client continues from the mean with the new weights, as far as it can compute this mean. A
    client whose only weight is its own ignores the mean until the next trial.
 

@@ -22,7 +22,7 @@ class AutoSettings(AdapterMethod):
     set_aside: float = Field(default=0.5, ge=0, lt=1)
     """fraction of the validation samples reserved for judging; routers are trained on the rest (0:
     both use all samples)"""
-    trust: float = Field(default=50.0, ge=0)
+    trust: float = Field(default=100.0, ge=0)
     """step size of the change of weights, per nat (eta)"""
     peers: int = Field(default=16, ge=1)
     """maximum number of other clients in a trial; of more clients, half are those with the largest
