@@ -33,7 +33,7 @@ from coterie.turn import Turn
 class AutoClient(AdapterClient[AutoSettings]):
     """A client that judges other clients in trials, and sends averaging weights to the server."""
 
-    copies: ClassVar[int] = 2  # before and after training from the client's own parameters
+    copies: ClassVar[int] = 2  # the mean, and the parameters before the last download
 
     def __init__(self, method: AutoSettings, context: ClientContext) -> None:
         data, window = context.data, context.window
@@ -51,6 +51,7 @@ class AutoClient(AdapterClient[AutoSettings]):
         """The client's weights for all clients. Before its first trial, the mapping is empty, and
         the server weights clients by their training tokens."""
         self.evidence: dict[ClientId, Evidence] = {}
+        """What the client knows of the slopes along the changes of clients that have not left."""
 
     def receive(self, download: Message) -> None:
         own = copied(self.shared)
@@ -62,7 +63,7 @@ class AutoClient(AdapterClient[AutoSettings]):
         for tensors in peers.values():
             check_shapes(tensors, shapes_of(self.judged))
         sizes = checked_sizes(download.values.get("sizes", {}), peers)
-        if not self._is_alone:  # else the mean lacks the client's upload only if it was excluded
+        if not self._is_alone:  # the mean is another than its own if its upload was excluded
             copy(download["adapter"], sent)
         self.buffers |= {"mean": copied(self.shared), "own": own}
         if peers:
@@ -114,9 +115,7 @@ class AutoClient(AdapterClient[AutoSettings]):
 
         slopes = self._slopes(start(shares), pairs)
         evidence = updated(self.evidence, slopes, part_of(shares, pairs))
-        self.evidence = {
-            c: known for c, known in evidence.items() if c in shares
-        }  # who has not left
+        self.evidence = {c: known for c, known in evidence.items() if c in shares}
         above, least_others = excess(self.evidence), self.context.least_others
         self.row = row_of(shares, above, self.method.trust, name, least_others)
         self.buffers["mean"] = start(self.row)
