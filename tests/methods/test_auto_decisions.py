@@ -100,7 +100,7 @@ WORSE: dict[int, dict[int, str]] = {
     },
     1: {2: "own"},  # with the second expert in every round
 }
-"""What a client is scored with that received a worse mean, by `every` and round."""
+"""The parameters that are scored after a worse mean was received, by `every` and round."""
 
 
 @pytest.mark.parametrize("every", WORSE)

@@ -127,7 +127,7 @@ def tensors(seed: int, *names: str) -> dict[str, torch.Tensor]:
     return {name: torch.randn(3, 2, generator=chance) for name in names}
 
 
-def test_a_mean_with_other_weights_is_exact_where_the_ratios_of_the_others_are_kept() -> None:
+def test_a_mean_with_other_weights_is_exact_if_the_ratios_are_kept() -> None:
     everybody = {client: tensors(seed, "x", "y") for seed, client in enumerate("abc")}
 
     def mean(row: dict[str, float]) -> dict[str, torch.Tensor]:

@@ -51,7 +51,7 @@ class AutoClient(AdapterClient[AutoSettings]):
         """The client's weights for all clients. Before its first trial, the mapping is empty, and
         the server weights clients by their training tokens."""
         self.evidence: dict[ClientId, Evidence] = {}
-        """What the client knows of the slopes along the changes of clients that have not left."""
+        """For each judged client, the mean slope along its change, and the mean's precision."""
 
     def receive(self, download: Message) -> None:
         own = copied(self.shared)
@@ -63,7 +63,8 @@ class AutoClient(AdapterClient[AutoSettings]):
         for tensors in peers.values():
             check_shapes(tensors, shapes_of(self.judged))
         sizes = checked_sizes(download.values.get("sizes", {}), peers)
-        if not self._is_alone:  # the mean is another than its own if its upload was excluded
+        # A lone client's mean is its own upload, or an older one if its upload was excluded.
+        if not self._is_alone:
             copy(download["adapter"], sent)
         self.buffers |= {"mean": copied(self.shared), "own": own}
         if peers:
