@@ -32,8 +32,6 @@ ALONE = "local"
 MARK = "="
 """The mark of a row that does not differ significantly from the reference row."""
 ONE_SEED = "With one seed, intervals do not include the variation between seeds."
-MIXED = "Rows without a standard deviation have one seed."
-"""The note on a table whose rows have different numbers of seeds, among them 1."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -131,9 +129,8 @@ class Comparison:
 
     def tables(self) -> list[Table]:
         """Return the table of scores and, if rows could be compared, the table of differences."""
-        rows = self.summary()
         title = f"{self.name}: differences in mean {self.split} {self.metric.label}"
-        return [self.table(), *differences_tables(title, self.metric, rows)]
+        return [self.table(), *differences_tables(title, self.metric, self.summary())]
 
     def _row(self, method: str, results: Sequence[Result], key: str) -> dict[str, Any]:
         served = pd.Series([result["server"][key] for result in results if result.get("server")])
@@ -245,9 +242,8 @@ def _notes(rows: Mapping[str, Summary], metric: Metric) -> Iterator[str]:
             f"{', '.join(tuned['settings'])}: best of {len(tuned['trials'])} trials per method, "
             f"scored on validation text with seed {tuned['seed']}."
         )
-    counts = {row["seeds"] for row in entries}
-    if 1 in counts and len(counts) > 1:
-        yield MIXED
+    if 1 in (counts := {row["seeds"] for row in entries}) and len(counts) > 1:
+        yield "Rows without a standard deviation have one seed."
     yield from _comparison_notes(rows)
     if any("at_floor" in row for row in entries):
         methods = ", ".join(name for name, row in rows.items() if row.get("at_floor"))
@@ -259,30 +255,25 @@ def _notes(rows: Mapping[str, Summary], metric: Metric) -> Iterator[str]:
 
 
 def differences_tables(title: str, metric: Metric, rows: Sequence[Summary]) -> list[Table]:
-    """Return a table of the differences between each row and the reference row.
+    """Return a table of the differences from the reference row; none if no row has a difference.
 
     Args:
         title: The table's title.
         metric: The metric to show.
         rows: All rows of `Comparison.summary`.
-
-    Returns:
-        The table, or an empty list if no row could be compared with the reference row.
     """
     compared = [row for row in rows if "value" in (row.get("difference") or {})]
     if not compared:
         return []
-    cells = []
+    cells, reference = [], compared[0]["difference"]["from"]
     for row in compared:
         difference = row["difference"]
         shown = [f"{metric.shown(difference[key]):+.2f}" for key in ("value", "low", "high")]
         mark = "" if difference["significant"] else MARK
-        interval = " to ".join(shown[1:])
-        cells.append([row["method"], shown[0], interval, f"{difference['p']:.3f}", mark])
-    sign = "Positive" if metric.higher else "Negative"
-    reference = compared[0]["difference"]["from"]
-    note = f"{sign}: better than {reference}. `{MARK}`: not significant."
-    note += f" {ONE_SEED}" if any(row["seeds"] == 1 for row in rows) else ""
+        span, p = " to ".join(shown[1:]), f"{difference['p']:.3f}"
+        cells.append([row["method"], shown[0], span, p, mark])
+    seeds = f" {ONE_SEED}" if any(row["seeds"] == 1 for row in rows) else ""
+    note = f"{'Positive' if metric.higher else 'Negative'}: better than {reference}. `{MARK}`: not significant.{seeds}"
     heads = ["method", f"difference from {reference}", "95 % interval", "p", ""]
     return [Table(title, heads, cells, note)]
 
