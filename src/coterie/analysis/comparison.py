@@ -269,11 +269,11 @@ def differences_tables(title: str, metric: Metric, rows: Sequence[Summary]) -> l
     for row in compared:
         difference = row["difference"]
         shown = [f"{metric.shown(difference[key]):+.2f}" for key in ("value", "low", "high")]
-        mark = "" if difference["significant"] else MARK
         span, p = " to ".join(shown[1:]), f"{difference['p']:.3f}"
-        cells.append([row["method"], shown[0], span, p, mark])
+        cells.append([row["method"], shown[0], span, p, "" if difference["significant"] else MARK])
     seeds = f" {ONE_SEED}" if any(row["seeds"] == 1 for row in rows) else ""
-    note = f"{'Positive' if metric.higher else 'Negative'}: better than {reference}. `{MARK}`: not significant.{seeds}"
+    sign = "Positive" if metric.higher else "Negative"
+    note = f"{sign}: better than {reference}. `{MARK}`: not significant.{seeds}"
     heads = ["method", f"difference from {reference}", "95 % interval", "p", ""]
     return [Table(title, heads, cells, note)]
 
