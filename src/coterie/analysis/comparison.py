@@ -32,6 +32,7 @@ ALONE = "local"
 MARK = "="
 """The mark of a row that does not differ significantly from the reference row."""
 ONE_SEED = "With one seed, intervals do not include the variation between seeds."
+MIXED = "Rows without a standard deviation have one seed."
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -243,15 +244,13 @@ def _notes(rows: Mapping[str, Summary], metric: Metric) -> Iterator[str]:
             f"scored on validation text with seed {tuned['seed']}."
         )
     if 1 in (counts := {row["seeds"] for row in entries}) and len(counts) > 1:
-        yield "Rows without a standard deviation have one seed."
+        yield MIXED
     yield from _comparison_notes(rows)
     if any("at_floor" in row for row in entries):
         methods = ", ".join(name for name, row in rows.items() if row.get("at_floor"))
-        at_floor_note = f" Not significantly better than `{COMMONEST}`: {methods}."
-        yield (
-            f"`{COMMONEST}`: always giving the commonest answer of the client's training data."
-            f"{at_floor_note if methods else ''}"
-        )
+        same = f" Not significantly better than `{COMMONEST}`: {methods}." if methods else ""
+        meaning = "always giving the commonest answer of the client's training data."
+        yield f"`{COMMONEST}`: {meaning}{same}"
 
 
 def differences_tables(title: str, metric: Metric, rows: Sequence[Summary]) -> list[Table]:
