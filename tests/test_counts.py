@@ -9,13 +9,13 @@ from scripts import counts
 ROOT = Path(__file__).parent.parent
 LIMITS = {
     "files": 1_128,
-    "lines of src": 33_200,
+    "lines of src": 33_300,
     "lines of tests": 39_160,
     "lines of papers": 3_850,
     "lines of benchmarks": 2_750,
     "lines of scripts": 1_030,
     "lines of examples": 480,
-    "words": 50_350,
+    "words": 50_600,
     "kB of the wheel": 22_000,
 }
 

@@ -35,6 +35,29 @@ def train_tokens(documents: list[str], tokenizer: Any, limit: int | None = None)
     return tokens
 
 
+@pytest.mark.parametrize("fraction", [0.0, 0.25, 0.5])
+def test_a_part_of_the_validation_samples_is_trained_on(tokenizer, fraction) -> None:
+    window, texts = 3, Texts([PLAIN], [PLAIN * 3], [PLAIN])
+    data = DataSpec(window=window, validation_for_training=fraction)
+    plain = tokenise(texts, tokenizer, DataSpec(window=window), "anna")
+    moved = tokenise(texts, tokenizer, data, "anna")
+    *samples, rest = plain.validation.ids.split(window + 1)
+    assert len(samples) > 8 > len(rest)
+    is_given = [i * fraction % 1 + fraction >= 1 for i in range(len(samples))]
+    given = [sample for sample, chosen in zip(samples, is_given, strict=True) if chosen]
+    kept = [sample for sample, chosen in zip(samples, is_given, strict=True) if not chosen]
+    assert len(given) == pytest.approx(len(samples) * fraction, abs=1)
+    assert torch.equal(moved.train.ids, torch.cat([plain.train.ids, *given, *[rest] * bool(given)]))
+    assert torch.equal(moved.validation.ids, torch.cat([*kept, rest]))
+    assert torch.equal(moved.test.ids, plain.test.ids)
+
+
+def test_a_single_validation_sample_is_not_trained_on(tokenizer) -> None:
+    texts, data = Texts([PLAIN], [PLAIN], [PLAIN]), DataSpec(window=9, validation_for_training=0.5)
+    trained = tokenise(texts, tokenizer, data, "anna").train
+    assert torch.equal(trained.ids, train_tokens([PLAIN], tokenizer).ids)
+
+
 def spelled_bytes(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> int:
     """Count the letters of byte-level tokens, which have one letter per byte."""
     spelled = tokenizer.convert_ids_to_tokens(tokens.ids.tolist())

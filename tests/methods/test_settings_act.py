@@ -48,6 +48,8 @@ def to(*values: Any, **given: Any) -> Row:
 TEACHING = ("fedmkt", "fedmkt-fedavg", "llm2slm")
 ALONE = ("comigs-2s", "local-moe", "local-moe-tr")
 """All of whose experts are specialists."""
+SETS = ("grouped", "pcl-1", "pcl-2", "pcl-3", "pcl-uniform", "pcl-theoretical")
+"""Whose experts are called sets, and may be routed."""
 
 
 PLAIN = "fedit fedit-ft fedsa fed-alora rolora ditto feddpa fedalt cobo fdlora"
@@ -63,7 +65,7 @@ BALANCE = {"top_k": (1,), "load_balance": ("none", "uniform"), "load_balance_wei
 
 
 CHANGED: list[tuple[str, Any]] = [
-    ("mlp attention", None),
+    ("mlp attention router", None),
     ("mlp.rank mlp.sets mlp.generalists mlp.specialists attention.rank router.every logits", 3),
     ("validation_batches public_batches local_steps sync_every clients_per_expert", 1),
     ("embeddings.samples peers fedlease:warmup auto:every", 1),
@@ -121,8 +123,9 @@ ROWS: dict[str, Row] = {
     "router.kind": to("vanilla", assignment="random"),
     # Where a method wants others.
     **{
-        f"{name}:router.{setting}": to(*values, mlp__specialists=3)
-        for name in ALONE
+        f"{name}:router.{setting}": Row(values, {f"mlp.{experts}": 3})
+        for experts, names in (("specialists", ALONE), ("sets", SETS))
+        for name in names
         for setting, values in BALANCE.items()
     },
     "fedamole:router.top_k": to(1, 3),

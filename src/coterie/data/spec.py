@@ -204,6 +204,9 @@ class DataSpec(Section):
     limits_of: dict[ClientName, ClientLimits] = Field(default={})
     """maximum sizes for individual clients, by client name; a limit that is left out has the
     value in data.limits"""
+    validation_for_training: float = Field(default=0.0, ge=0, lt=1)
+    """fraction of the validation samples that are added to the training text instead, for fair
+    comparisons with methods that learn from validation text in other ways"""
     deduplicate: bool = False
     """exclude training texts that are exact or near duplicates of the client's validation or test
     texts"""

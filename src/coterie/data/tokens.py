@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from coterie.bases import context_token
@@ -47,11 +48,33 @@ def tokenise(
             no sample that fits the window, or the tokenizer is unsuitable. The error is also raised
             if a text contains control tokens although `data.special_tokens` is `refuse`.
     """
-    splits = {}
+    splits: dict[str, Any] = {}
     for split in SPLITS:
         owner = f"The {split} text of client {name}"
         splits[split] = encoded(getattr(texts, split), tokenizer, data, split, owner)
+    kept, moved = divided(splits["validation"], data.window, data.validation_for_training)
+    if moved is not kept:
+        splits |= {"train": joined([splits["train"], moved]), "validation": kept}
     return ClientData(**splits)
+
+
+def divided(split: Split, window: int, fraction: float) -> tuple[Split, Split]:
+    """Divide a split into two parts, each spread evenly over the split.
+
+    Args:
+        split: The split.
+        window: The number of tokens predicted in each sample of plain text.
+        fraction: The fraction of the samples in the second part.
+
+    Returns:
+        The two parts. Tokens of plain text after its last whole sample are in both parts. If one of
+        the parts would be empty, both are the whole split.
+    """
+    order = torch.arange(len(split.samples(window, window + 1)))
+    second = order * fraction % 1 + fraction >= 1
+    if second.all() or not second.any():
+        return split, split
+    return split.without(order[second], window), split.without(order[~second], window)
 
 
 def encoded(

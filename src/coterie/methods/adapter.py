@@ -8,7 +8,7 @@ classes are the same for all of these methods. The engine computes the mean (exc
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Generic, cast
+from typing import Any, ClassVar, Generic, Literal, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -21,7 +21,16 @@ from coterie.messages import Field as MessageField
 from coterie.messages import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
 from coterie.methods.contract import ClientContext, ClientId, Method, RunFacts, ServerContext
 from coterie.methods.exact import residual_shapes, residuals, with_residuals
-from coterie.methods.settings import Attention, Lora, Mlp, Router, Settings, check_names, for_client
+from coterie.methods.settings import (
+    Attention,
+    Lora,
+    Mlp,
+    PhasedRouter,
+    Router,
+    Settings,
+    check_names,
+    for_client,
+)
 from coterie.methods.sides import ClientSide, Server
 from coterie.methods.tensors import copied, copy, log_routing, shapes_of
 from coterie.methods.value import PerClient, Value, from_hello
@@ -43,6 +52,8 @@ class AdapterMethod(Method):
     shared_roles: ClassVar[tuple[str, ...]] = ("dense", "generalist")
     """The names of the roles of the shared parameters, unless `shared` is overridden."""
     learns_preferences: ClassVar[bool] = True
+    routers_learn: ClassVar[Literal["validation", "train"]] = "validation"
+    """The text on which routers are trained, if they are trained in separate phases."""
     mixes_ranks: ClassVar[bool] = False
     """Whether clients with different ranks can share experts."""
 
@@ -134,10 +145,13 @@ class AdapterMethod(Method):
 
         Returns:
             The levels, which are sets of parameters with separate optimisers and learning rates. By
-            default, there is one level, which trains all parameters on the training text.
+            default, there is one level, or another one for routers that are trained in phases.
         """
         rate = learning_rate(client.context.training, client.context.rounds)
-        return [Level("joint", trained, "train", rate, penalty=self.penalty(client))]
+        penalty = self.penalty(client)
+        if isinstance(router := self.part("router", Router), PhasedRouter):
+            return router.levels(rate, self.routers_learn, penalty)
+        return [Level("joint", trained, "train", rate, penalty=penalty)]
 
     def penalty(self, client: "AdapterClient") -> Penalty | None:
         """Return a function that computes the penalty added to a client's loss.
@@ -146,14 +160,18 @@ class AdapterMethod(Method):
             client: The client-side object, whose adapter has already been created.
 
         Returns:
-            A function that computes the penalty at every step, or None if there is no penalty.
+            A function that computes the penalty at every step, or None if there is no penalty. By
+            default, it computes the routers' load-balancing loss.
         """
-        return None
+        router = self.part("router", Router)
+        return None if router is None else router.penalty(client.adapter)
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not self.shared_roles:
             return Schema()
-        description = "; ".join(ROLES.get(role).summary for role in self.shared_roles)
+        routed = self.part("router", Router) is not None
+        roles = [role for role in self.shared_roles if routed or role != "router"]
+        description = "; ".join(ROLES.get(role).summary for role in roles)
         adapter = MessageField("adapter", description, reduce="mean")
         shapes = MessageField("shapes", "names and shapes of the tensors to share", "json")
         schema = Schema(hello=(shapes,), up=(adapter,), down=(adapter,))

@@ -11,11 +11,9 @@ in separate phases on validation batches (as in CoMiGS), or in separate phases o
 batches (methods whose names end in "-tr"; the paper's tables 1 and 4).
 """
 
-from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from coterie.adapters import Adapter, of_roles
-from coterie.methods.adapter import AdapterClient, AdapterMethod
+from coterie.methods.adapter import AdapterMethod
 from coterie.methods.exact import SETTING
 from coterie.methods.settings import (
     Attention,
@@ -27,50 +25,14 @@ from coterie.methods.settings import (
     Router,
     Specialists,
 )
-from coterie.training.schedule import Level, Penalty, learning_rate
-
-EXPERTS = of_roles("dense", "generalist", "specialist")
-ROUTERS = of_roles("router")
 
 
 class Mixture(AdapterMethod):
     """A mixture of experts on every MLP, with a private router that computes routing weights."""
 
     paper: ClassVar[str] = "arXiv 2409.13931"
-    routers_learn: ClassVar[Literal["validation", "train"]] = "validation"
-    """The text on which routers are trained, if they are trained in separate phases."""
-
     attention: Attention | None = Attention()
     lora: Lora = Lora()
-
-    def levels(self, client: AdapterClient) -> list[Level]:
-        router = self.part("router", Router)
-        if not isinstance(router, PhasedRouter):
-            return super().levels(client)
-        rate = learning_rate(client.context.training, client.context.rounds)
-        penalty = self.penalty(client)
-        experts = Level("experts", EXPERTS, "train", rate, penalty=penalty)
-        routers = Level(
-            "routers",
-            ROUTERS,
-            self.routers_learn,
-            lambda step: router.learning_rate,
-            every=router.every,
-            steps=router.steps,
-            penalty=penalty,
-        )
-        if router.leftover_gradients:
-            return [replace(experts, leaves=ROUTERS), replace(routers, leaves=EXPERTS)]
-        return [experts, routers]
-
-    def penalty(self, client: AdapterClient) -> Penalty | None:
-        router, adapter = self.part("router", Router), client.adapter
-        # Both levels of the problem have the load-balancing loss (equation 2). The loss is omitted
-        # if every expert is chosen for every token, because it is constant then.
-        if router is None or (form := router.load_balance) == "none" or not adapter.balances:
-            return None
-        assert isinstance(adapter, Adapter), "a Mixture's adapter is an Adapter"
-        return lambda: router.load_balance_weight * adapter.load_balance(form)
 
 
 JOINT, PHASED = Router(), PhasedRouter()

@@ -11,7 +11,7 @@ from coterie.exchanges.exchange import Exchange
 from coterie.messages import Message, MessageError, Schema, Tensors
 from coterie.methods.adapter import AdapterMethod, AdapterServer, Shared
 from coterie.methods.contract import ClientId, RunFacts, ServerContext
-from coterie.methods.settings import Attention, Lora, SharedSets
+from coterie.methods.settings import Attention, Lora, PhasedRouter, SharedSets
 from coterie.methods.value import PerClient
 from coterie.transforms.context import Rows
 
@@ -70,9 +70,12 @@ class Grouped(PersonalMethod):
     summary: ClassVar[str] = "all trained parameters averaged within groups that you name"
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
+    shared_roles: ClassVar[tuple[str, ...]] = ("dense", "generalist", "router")
+
     mlp: SharedSets | None = SharedSets()
     attention: Attention | None = Attention()
     lora: Lora = Lora()
+    router: PhasedRouter | None = None
     groups: dict[ClientId, str] = Field(default={})
     """group of each client; clients in the same group share a model"""
 

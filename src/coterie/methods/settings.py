@@ -4,13 +4,20 @@ A method has only those parts that affect it. A part has the same meaning in eve
 comparison of methods can copy a part's values from one method to another.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
+from coterie.adapters import Adapter, Trainable, of_roles
 from coterie.errors import CoterieError
 from coterie.registry import Section
 from coterie.training.context import ClientId
+from coterie.training.schedule import Level, Penalty
+
+EXPERTS = of_roles("dense", "generalist", "specialist")
+ROUTERS = of_roles("router")
 
 PerClient = int | dict[ClientId, int]
 """One number for all clients, or a mapping from client names to numbers.
@@ -141,6 +148,18 @@ class Router(Settings):
     load_balance_weight: float = Field(default=0.01, ge=0)
     """weight of the load-balancing loss (lambda)"""
 
+    def penalty(self, adapter: Trainable) -> Penalty | None:
+        """Return a function that computes the weighted load-balancing loss of an adapter's routers.
+
+        Returns:
+            The function, or None if the loss would be constant: every expert is chosen for every
+            token, or `load_balance` is none.
+        """
+        if (form := self.load_balance) == "none" or not adapter.balances:
+            return None
+        assert isinstance(adapter, Adapter), "only an Adapter has the part `router`"
+        return lambda: self.load_balance_weight * adapter.load_balance(form)
+
 
 class PhasedRouter(Router):
     """Routing of tokens to experts; the router is trained in separate phases."""
@@ -155,6 +174,35 @@ class PhasedRouter(Router):
     """true: gradients that a router phase computes for the experts are added to the gradients
     of the experts' next step, and vice versa, as in the released code; experts then also learn from
     validation text"""
+
+    def levels(
+        self,
+        rate: Callable[[int], float],
+        split: Literal["train", "validation"],
+        penalty: Penalty | None,
+    ) -> list[Level]:
+        """Return the two levels of training: experts and routers (arXiv 2409.13931, equation 1).
+
+        Both levels have the load-balancing loss (equation 2).
+
+        Args:
+            rate: The learning rate of the experts at each step.
+            split: The text on which routers are trained.
+            penalty: The penalty that is added to the loss; see `Level`.
+        """
+        experts = Level("experts", EXPERTS, "train", rate, penalty=penalty)
+        routers = Level(
+            "routers",
+            ROUTERS,
+            split,
+            lambda step: self.learning_rate,
+            every=self.every,
+            steps=self.steps,
+            penalty=penalty,
+        )
+        if self.leftover_gradients:
+            return [replace(experts, leaves=ROUTERS), replace(routers, leaves=EXPERTS)]
+        return [experts, routers]
 
 
 def refuse_unused(settings: BaseModel, beside: str, *keys: str) -> None:

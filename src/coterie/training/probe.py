@@ -13,24 +13,6 @@ from coterie.messages.host import on_host
 from coterie.training.context import ClientContext
 
 
-def divided(split: Split, window: int, fraction: float) -> tuple[Split, Split]:
-    """Divide a split into two parts, each spread evenly over the split.
-
-    Args:
-        split: The split.
-        window: The number of tokens predicted in each sample of plain text.
-        fraction: The fraction of the samples in the second part.
-
-    Returns:
-        The two parts. If one of them would be empty, both are the whole split.
-    """
-    order = torch.arange(len(split.samples(window, window + 1)))
-    second = order * fraction % 1 + fraction >= 1
-    if second.all() or not second.any():
-        return split, split
-    return split.without(order[second], window), split.without(order[~second], window)
-
-
 def probe_batch(split: Split, window: int, most: int) -> AnyBatch:
     """Return evenly spaced samples of a split.
 

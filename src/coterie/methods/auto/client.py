@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from coterie.data.tokens import divided
 from coterie.evaluation.evaluate import mean_loss
 from coterie.messages import Message, State, Tensors, check_shapes
 from coterie.messages.host import on_host
@@ -25,7 +26,7 @@ from coterie.methods.auto.choice import (
 from coterie.methods.auto.settings import AutoSettings
 from coterie.methods.contract import ClientContext, ClientId
 from coterie.methods.tensors import copied, copy, shapes_of
-from coterie.training.probe import divided, probe_batch, sample_slopes
+from coterie.training.probe import probe_batch, sample_slopes
 from coterie.transforms.context import Row
 from coterie.turn import Turn
 

@@ -34,7 +34,7 @@ from coterie.messages import (
 from coterie.messages.names import TRUST
 from coterie.methods.adapter import AdapterClient, AdapterMethod, AdapterServer, Shared
 from coterie.methods.contract import ClientContext, ClientId, ServerContext
-from coterie.methods.settings import Attention, Lora, SharedSets
+from coterie.methods.settings import Attention, Lora, PhasedRouter, SharedSets
 from coterie.methods.tensors import copied, copy, shapes_of
 from coterie.methods.value import PerClient
 from coterie.training.spec import TrainingSpec
@@ -52,6 +52,7 @@ class PCL(AdapterMethod):
 
     paper: ClassVar[str] = "arXiv 2404.09753"
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
+    shared_roles: ClassVar[tuple[str, ...]] = ("dense", "generalist", "router")
     evidence_fields: ClassVar[tuple[MessageField, ...]] = ()
     """The uploaded fields, other than adapters and updates, from which scores are computed."""
     scores_weights: ClassVar[bool] = True
@@ -60,6 +61,7 @@ class PCL(AdapterMethod):
     mlp: SharedSets | None = SharedSets()
     attention: Attention | None = Attention()
     lora: Lora = Lora()
+    router: PhasedRouter | None = None
     warmup: int = Field(default=5, ge=1)
     """rounds before the first exchange"""
     every: int = Field(default=2, ge=1)
