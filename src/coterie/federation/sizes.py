@@ -6,7 +6,7 @@ would otherwise fail in the round of the first such message.
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import disk_usage
@@ -66,9 +66,14 @@ class MessageSizes:
         """
         fields = self.schema.up if way == "up" else self.schema.down
         # A group that the server needs in several forms has several fields, but is sent once.
-        sizes = [self._size(f) for f in {(f.name, f.peers): f for f in fields}.values()]
+        alternatives: dict[str, list[Size]] = {"": []}
+        for field in {(f.name, f.peers): f for f in fields}.values():
+            case = field.when if field.exclusive else ""
+            alternatives.setdefault(case, []).append(self._size(field))
+        always = alternatives.pop("")
+        sizes = [*always, *max(alternatives.values(), key=_bytes, default=[])]
         header = VALUES + sum(size.header for size in sizes)
-        return Size(header + sum(size.total for size in sizes), header)
+        return Size(header + _bytes(sizes), header)
 
     def _size(self, field: Field) -> Size:
         if not isinstance(field.dtype, str) or field.dtype == "json":
@@ -97,6 +102,10 @@ class MessageSizes:
             rank = min(self.exchanges * self.clients * rank, rows, columns)
             numbers += rank * (rows + columns)
         return numbers
+
+
+def _bytes(sizes: Iterable[Size]) -> int:
+    return sum(size.total for size in sizes)
 
 
 def message_sizes(

@@ -47,6 +47,8 @@ class Field:
             sum of the clients' LoRA ranks, up to the full rank.
         when: A few words on how often the field is sent, shown by audits and consent prompts. Not
             used for fields of the first message of a client, which is sent once.
+        exclusive: Whether no message has both this field and an exclusive field with another value
+            of `when`.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Field:
     copies: Callable[[Any, int], int] | None = dataclasses.field(default=None, compare=False)
     grows: bool = False
     when: str = "every exchange"
+    exclusive: bool = False
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -18,6 +18,8 @@ MARGIN = 0.01
 """Differences between slopes up to this size, in nats per token, are ignored."""
 SMALLEST_WEIGHT = 0.1
 """The weight below which a client is excluded from the mean, as a multiple of the equal share."""
+PARTS_OF_ALL = (0.1, 0.2, 0.3, 0.4, 0.5)
+"""The weights of the mean of all clients that a client tries after the last round."""
 LARGEST_SIZE = 3.0
 """The largest number of training tokens that counts, as a multiple of the clients' median.
 

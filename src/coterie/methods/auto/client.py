@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from coterie.data.tokens import divided
@@ -13,6 +14,7 @@ from coterie.messages.host import on_host
 from coterie.messages.names import TRUST
 from coterie.methods.adapter import AdapterClient
 from coterie.methods.auto.choice import (
+    PARTS_OF_ALL,
     Evidence,
     at_one_length,
     checked_sizes,
@@ -73,6 +75,8 @@ class AutoClient(AdapterClient[AutoSettings]):
         last = download.exchange == self.context.rounds
         if download.exchange and (last or complete):
             self._compare()
+        if common := download["common"]:
+            self._approach(common)
 
     @property
     def _is_alone(self) -> bool:
@@ -85,6 +89,27 @@ class AutoClient(AdapterClient[AutoSettings]):
         loss = self._mean_loss(self.buffers["own"])
         if not self._mean_loss(self.buffers["mean"]) < loss:  # it may be NaN
             copy(self.buffers["own"], self.shared)
+
+    def _approach(self, common: Tensors) -> None:
+        """Move the model towards the mean of all clients while its loss decreases.
+
+        Args:
+            common: The mean over all clients of the parameters that they sent in the last round.
+        """
+        parameters, exchange = self.parameters(), self.context.rounds - 1
+        sent = {n: t for n, t in self.shared.items() if self.method.sends(parameters[n], exchange)}
+        check_shapes(common, shapes_of(sent))
+        best = start = copied(self.shared)
+        least = self._mean_loss(start)
+        for part in PARTS_OF_ALL:
+            moved = {
+                n: torch.lerp(start[n], t.to(start[n].device), part) for n, t in common.items()
+            }
+            point = {**start, **moved}
+            if not (loss := self._mean_loss(point)) < least:
+                break
+            best, least = point, loss
+        copy(best, self.shared)
 
     def train(self, turn: Turn) -> None:
         copy(self.buffers["mean"], self.shared)

@@ -40,6 +40,11 @@ A client estimates slopes in trials after the rounds 1, 3, 7, 15 and so on:
 
 Whether the mean or the client's own parameters are evaluated also depends on the validation loss,
 in the rounds whose mean contains all parameters and after the last round.
+
+During training, a client needs weights that avoid differences between texts, because later rounds
+would add up their effects. After the last round, it can reduce the noise further: clients receive
+the mean with the weights p, too, and move their models towards it, in steps of a tenth of the
+distance and at most half of it, as long as the validation loss decreases.
 """
 
 import math
@@ -87,6 +92,14 @@ class Auto(AutoSettings, Mixture):
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         [adapter] = super().schema().up
+        common = replace(
+            adapter,
+            name="common",
+            description="mean over all clients",
+            of=("adapter",),
+            when="after the last round",
+            exclusive=True,
+        )
         choice = "weights of other clients, number of training tokens"
         judged = MessageField(
             "adapter",
@@ -94,6 +107,7 @@ class Auto(AutoSettings, Mixture):
             peers=True,
             copies=lambda p, clients: self.judges(p) * min(self.peers, clients - 1),
             when="in trials",
+            exclusive=True,
         )
         tokens = {"name": "sizes", "description": "number of training tokens", "dtype": "json"}
         sizes = replace(judged, **tokens, of=("choice",))
@@ -101,7 +115,7 @@ class Auto(AutoSettings, Mixture):
         return replace(
             super().schema(),
             up=(*up, MessageField("choice", choice, "json")),
-            down=(adapter, judged, sizes),
+            down=(adapter, common, judged, sizes),
         )
 
     def client(self, context: ClientContext) -> AutoClient:

@@ -1,7 +1,7 @@
 """Auto's server: it averages with each client's weights, and forwards parameters for trials."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -22,6 +22,9 @@ from coterie.methods.value import PerClient
 from coterie.seeding import generator
 from coterie.transforms.context import Rows
 
+EVERYBODY = ""
+"""The name of the mean of all clients' parameters; no client has this name."""
+
 
 @dataclass(frozen=True, eq=False)
 class Chosen(Personal):
@@ -35,6 +38,8 @@ class Chosen(Personal):
     """For each client, the number of rounds after which its latest trial was due."""
     uploads: PerClient[Tensors] = PerClient()
     """The latest upload of each client, if a trial is due for any client."""
+    common: Tensors = field(default_factory=dict)
+    """The mean of all clients' parameters after the last round; before, nothing."""
     current: PerClient[bool] = PerClient()
     """The clients that have uploaded since all parameters were last averaged."""
 
@@ -98,7 +103,8 @@ class AutoServer(PersonalServer[AutoSettings, Chosen]):
         peers = of_peers.mapped(lambda tensors: {"adapter": self._judged(tensors)})
         sizes = {other: count for other, count in value.tokens.items() if other != client}
         values = {"sizes": sizes} if peers else {}
-        return replace(message, groups={"adapter": sent}, peers=peers, values=values)
+        groups = {**message.groups, "adapter": sent}
+        return replace(message, groups=groups, peers=peers, values=values)
 
     def check(self, value: Chosen, client: ClientId, upload: Message, exchange: Exchange) -> None:
         super().check(value, client, upload, exchange)
@@ -119,6 +125,9 @@ class AutoServer(PersonalServer[AutoSettings, Chosen]):
     def rows(self, value: Chosen, exchange: Exchange) -> Rows:
         everybody = shares_of(value.tokens)
         rows = {client: row or everybody for client, row in value.rows.items()}
+        # From two means of one exchange, a client could compute those of fewer others.
+        if exchange.turn.exchange + 1 == self.context.rounds and self.context.least_others == 1:
+            rows[EVERYBODY] = everybody
         return limited_rows(rows, exchange.counted, self.context.least_others)
 
     def aggregate(self, value: Chosen, exchange: Exchange) -> Chosen:
@@ -139,6 +148,9 @@ class AutoServer(PersonalServer[AutoSettings, Chosen]):
             tried=value.tried | dict.fromkeys(trying, latest_trial(number)),
         )
         value = super().aggregate(value, exchange)
+        if common := value.means.get(EVERYBODY):
+            means = value.means.without(EVERYBODY)
+            value = replace(value, means=means, common=dict(common))
         due = any(self._due(value, client, number + 1) for client in value.rows)
         is_complete = (number + 1) % self.method.every == 0
         return replace(
