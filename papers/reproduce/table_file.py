@@ -34,6 +34,8 @@ class RowSpec(_Spec):
     """name of the row; default: the method's name"""
     method: str | dict[str, Any]
     """the method, as in a run file"""
+    run: dict[str, Any] = {}
+    """keys of a run file, merged over those of every column"""
     paper: tuple[float | None, ...] = ()
     """the paper's figure for each column, shares in per cent; null: no figure"""
     paper_std: tuple[float | None, ...] = ()
@@ -259,10 +261,11 @@ def _runs(
     cells = {}
     for row in spec.rows:
         if row.label in rows:
+            own = merged(run, row.run)
             with prefix_errors(f"row {row.label!r}"):
-                check_trials(run, row.tune)
+                check_trials(own, row.tune)
             method = merged(row.settings, column.methods.get(row.label, {}))
-            cells[row.label] = {**run, "name": slug(row.label), "method": method}
+            cells[row.label] = {**own, "name": slug(row.label), "method": method}
     return ColumnRuns(column, run, cells)
 
 

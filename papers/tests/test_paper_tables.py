@@ -335,6 +335,14 @@ def test_a_row_has_values_of_its_own_to_be_tried_with(table, tmp_path, counted) 
     assert "tuned" not in local
 
 
+def test_a_row_has_keys_of_its_own(table) -> None:
+    run = {"training": {"learning_rate": 0.5}, "data": {"limits": {"train": 77}}}
+    _, [column, *_] = load_table(table(rows=[{"method": "fedavg", "run": run}]))
+    cell = column.cells["fedavg"]
+    assert cell.training.learning_rate == 0.5 != column.run.training.learning_rate
+    assert cell.data.limits.train == 77 != column.run.data.limits.train
+
+
 def test_the_papers_figures_of_columns_are_not_scores(table) -> None:
     with pytest.raises(CoterieError, match="give the paper's scores in `rows`"):
         load_table(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from coterie.bases import load_tokenizer
+from coterie.bases import load_skeleton, load_tokenizer
 from coterie.bases.sites import QUERY_VALUE
 from coterie.config.read import load_config
 from coterie.data.examples import Examples
@@ -15,6 +15,7 @@ from coterie.data.kinds.preferences import Pairs
 from coterie.data.templates import holds
 from coterie.federation.checks import check
 from coterie.federation.participants import gathered
+from coterie.methods.adapter import AdapterMethod
 from coterie.methods.contract import RunFacts
 from coterie.methods.registry import available
 from reproduce.table_file import is_table
@@ -26,7 +27,7 @@ TABLES = [path for path in RECIPES if is_table(path)]
 RUNS = [path for path in RECIPES if path not in TABLES]
 TEXTS = [path for path in RUNS if path.stem != "instructions"]
 SMALL = [path for path in TABLES if path.parent.name == "small"]
-GRIDS = ("grid", "grid-aside", "auto-settings")
+GRIDS = ("grid", "grid-aside", "scenarios", "auto-settings")
 WHOLE = ("opposite", "rivals", *GRIDS)
 """Tables without a quarter regime, because they have little text or few pairs."""
 DATA = ROOT.parents[1] / "shared" / "data"
@@ -122,6 +123,22 @@ def test_methods_of_other_papers_have_adapters_of_one_size() -> None:
             assert settings["lora"].items() >= {"alpha": 16, "dropout": 0}.items()
             assert settings["lora"].get("scale", "rank") == "rank"
             assert settings.get("mlp") is None
+
+
+PAIRS_PER_LAYER = {"feddpa": 2, "fedalt": 0.5}
+"""How many pairs a client trains for each one of the adapter."""
+
+
+def test_rows_of_the_scenarios_train_about_equally_many_parameters() -> None:
+    _, columns = load_table(SMALL[0].parent / "scenarios.yaml")
+    base, counts = load_skeleton("tiny-gpt2"), {}
+    for row, cell in columns[0].cells.items():
+        if isinstance(method := cell.method, AdapterMethod):
+            parameters = method.adapter(base, 0, "de-1").parameters().values()
+            pairs = sum(p.tensor.numel() for p in parameters if p.role != "router")
+            counts[row] = pairs * PAIRS_PER_LAYER.get(row, 1)
+    assert len(counts) == len(columns[0].cells) - len(["pretrained", "fedlease"])
+    assert all(0.92 < count / counts["fedavg"] < 1.01 for count in counts.values()), counts
 
 
 def test_a_small_tables_cells_are_the_runs_of_the_run_files() -> None:
