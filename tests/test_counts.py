@@ -11,7 +11,7 @@ LIMITS = {
     "files": 1_132,
     "lines of src": 33_300,
     "lines of tests": 39_300,
-    "lines of papers": 3_850,
+    "lines of papers": 3_900,
     "lines of benchmarks": 2_750,
     "lines of scripts": 1_030,
     "lines of examples": 480,

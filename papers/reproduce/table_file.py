@@ -35,7 +35,7 @@ class RowSpec(_Spec):
     method: str | dict[str, Any]
     """the method, as in a run file"""
     run: dict[str, Any] = {}
-    """keys of a run file, merged over those of every column"""
+    """keys of a run file for this row, over which those of columns are merged"""
     paper: tuple[float | None, ...] = ()
     """the paper's figure for each column, shares in per cent; null: no figure"""
     paper_std: tuple[float | None, ...] = ()
@@ -249,10 +249,15 @@ def _chosen(kind: str, asked: Sequence[str], names: Mapping[str, Sequence[Any]])
 def _runs(
     spec: TableSpec, column: ColumnSpec, path: Path, settings: Sequence[str], rows: Sequence[str]
 ) -> ColumnRuns:
-    run = merged(spec.run, column.run)
-    place_data(run, path)
-    for setting in settings:
-        apply_setting(run, setting)
+
+    def with_row(keys: Mapping[str, Any]) -> dict[str, Any]:
+        run = merged(merged(spec.run, keys), column.run)
+        place_data(run, path)
+        for setting in settings:
+            apply_setting(run, setting)
+        return run
+
+    run = with_row({})
     for key in ("method", "pooled", "baselines"):
         if key in run:
             raise CoterieError(f"A table's rows define its methods; remove {key!r} from its runs.")
@@ -261,7 +266,7 @@ def _runs(
     cells = {}
     for row in spec.rows:
         if row.label in rows:
-            own = merged(run, row.run)
+            own = with_row(row.run)
             with prefix_errors(f"row {row.label!r}"):
                 check_trials(own, row.tune)
             method = merged(row.settings, column.methods.get(row.label, {}))

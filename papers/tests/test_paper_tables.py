@@ -335,12 +335,15 @@ def test_a_row_has_values_of_its_own_to_be_tried_with(table, tmp_path, counted) 
     assert "tuned" not in local
 
 
-def test_a_row_has_keys_of_its_own(table) -> None:
-    run = {"training": {"learning_rate": 0.5}, "data": {"limits": {"train": 77}}}
-    _, [column, *_] = load_table(table(rows=[{"method": "fedavg", "run": run}]))
-    cell = column.cells["fedavg"]
-    assert cell.training.learning_rate == 0.5 != column.run.training.learning_rate
-    assert cell.data.limits.train == 77 != column.run.data.limits.train
+def test_a_row_has_keys_of_its_own_below_those_of_columns_and_of_the_command(table) -> None:
+    path = table(rows=[{"method": "fedavg", "run": {"training": {"learning_rate": 0.5}}}])
+    whole = yaml.safe_load(path.read_text())
+    whole["columns"][1]["run"]["training"] = {"learning_rate": 0.25}
+    path.write_text(yaml.safe_dump(whole))
+    rates = [c.cells["fedavg"].training.learning_rate for c in load_table(path)[1]]
+    assert rates == [0.5, 0.25]
+    _, columns = load_table(path, settings=["training.learning_rate=0.125"])
+    assert {c.cells["fedavg"].training.learning_rate for c in columns} == {0.125}
 
 
 def test_the_papers_figures_of_columns_are_not_scores(table) -> None:
