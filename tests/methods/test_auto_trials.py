@@ -5,12 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from auto_runs import NAMES, auto, chosen, forged_round, noise, started
 from every_method import some
 from tensors import close_to, equal, mean_of
 from turns import nth
 
 from coterie.messages import Message, State
+from coterie.methods.auto.choice import rounded
 from coterie.methods.clusters import nearest
 from coterie.methods.tensors import copied
 from coterie.methods.value import PerClient
@@ -54,8 +56,15 @@ def test_the_download_of_a_trial_has_the_others_pairs_alone(make) -> None:
             pairs = download.from_peer(peer)
             assert pairs.groups.keys() == {"adapter"}
             assert all(n.startswith("dense/") for n in pairs["adapter"])
-            sent = {n: t for n, t in uploads[peer]["adapter"].items() if n.startswith("dense/")}
+            own = uploads[peer]["adapter"].items()
+            sent = {n: t.to(torch.float16) for n, t in own if n.startswith("dense/")}
             assert equal(pairs["adapter"], sent)
+
+
+def test_numbers_beyond_the_range_of_float16_stay_finite() -> None:
+    largest = torch.finfo(torch.float16).max
+    sent = rounded({"x": torch.tensor([1e30, -1e30, 3.0])})["x"]
+    assert sent.tolist() == [largest, -largest, 3.0]
 
 
 def test_a_client_that_joins_late_has_a_trial_of_its_own(make) -> None:

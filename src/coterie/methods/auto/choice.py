@@ -204,6 +204,17 @@ def mixed(
     return result
 
 
+def rounded(tensors: Tensors) -> dict[str, Tensor]:
+    """Return tensors in float16, in which the server forwards the pairs of a trial."""
+    largest = torch.finfo(torch.float16).max
+    return {n: t.clamp(-largest, largest).to(torch.float16) for n, t in tensors.items()}
+
+
+def widened(tensors: Tensors) -> dict[str, Tensor]:
+    """Return tensors in float32."""
+    return {n: t.to(torch.float32) for n, t in tensors.items()}
+
+
 def at_one_length(changes: Sequence[Tensors]) -> list[Tensors]:
     """Scale changes to the length of the median change."""
     norms = [math.sqrt(sum(t.double().square().sum().item() for t in c.values())) for c in changes]

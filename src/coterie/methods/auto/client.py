@@ -24,6 +24,7 @@ from coterie.methods.auto.choice import (
     row_of,
     shares_of,
     updated,
+    widened,
 )
 from coterie.methods.auto.settings import AutoSettings
 from coterie.methods.contract import ClientContext, ClientId
@@ -62,7 +63,7 @@ class AutoClient(AdapterClient[AutoSettings]):
         names = self.method.downloaded(self.parameters(), complete)
         sent = {n: t for n, t in self.shared.items() if n in names}
         check_shapes(download["adapter"], shapes_of(sent))
-        peers = {peer: download.from_peer(peer)["adapter"] for peer in download.peers}
+        peers = {peer: widened(download.from_peer(peer)["adapter"]) for peer in download.peers}
         for tensors in peers.values():
             check_shapes(tensors, shapes_of(self.judged))
         sizes = checked_sizes(download.values.get("sizes", {}), peers)

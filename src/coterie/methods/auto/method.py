@@ -20,7 +20,7 @@ where x_j is the slope of j minus the lowest slope.
 
 A client estimates slopes in trials after the rounds 1, 3, 7, 15 and so on:
 
-1. The client receives the attention pairs of the other clients (at most `peers`). At the mean with
+1. The client receives the attention pairs of the other clients (at most `peers`), in float16. At the mean with
    the weights p, it measures the slope of each sample's loss along each d_j, minus the mean slope.
    All d_j are scaled to the same length, so a longer change does not count as a better one. The
    mean over the samples, m_j, has the standard error E_j. Earlier trials count, too: the precision
@@ -104,6 +104,7 @@ class Auto(AutoSettings, Mixture):
         judged = MessageField(
             "adapter",
             "LoRA pairs on attention" if self.attention else "LoRA pairs of the first generalist",
+            "float16",  # rounding is small compared with the noise of training
             peers=True,
             copies=lambda p, clients: self.judges(p) * min(self.peers, clients - 1),
             when="in trials",

@@ -12,7 +12,9 @@ from coterie.methods.auto.choice import (
     latest_trial,
     limited_rows,
     mixed,
+    rounded,
     shares_of,
+    widened,
 )
 from coterie.methods.auto.settings import AutoSettings
 from coterie.methods.clusters import nearest
@@ -100,7 +102,7 @@ class AutoServer(PersonalServer[AutoSettings, Chosen]):
         names = self.method.downloaded(self.parameters, client not in value.current)
         sent = {n: t for n, t in message["adapter"].items() if n in names}
         of_peers = value.uploads.only(self._peers(value, client, exchange))
-        peers = of_peers.mapped(lambda tensors: {"adapter": self._judged(tensors)})
+        peers = of_peers.mapped(lambda tensors: {"adapter": rounded(self._judged(tensors))})
         sizes = {other: count for other, count in value.tokens.items() if other != client}
         values = {"sizes": sizes} if peers else {}
         groups = {**message.groups, "adapter": sent}
@@ -118,8 +120,11 @@ class AutoServer(PersonalServer[AutoSettings, Chosen]):
             return {"adapter": mean}
         chosen = checked_choice(client, upload.values.get("choice"), value.held)["row"]
         received = value.rows.get(client) or shares_of(value.tokens)
-        pairs = value.uploads.only([*peers, client]).mapped(self._judged)
         own = {**mean, **value.uploads[client]}
+        pairs: dict[str, Tensors] = {
+            peer: widened(rounded(self._judged(value.uploads[peer]))) for peer in peers
+        }
+        pairs[client] = self._judged(own)
         return {"adapter": mixed(client, own, mean, pairs, chosen, received)}
 
     def rows(self, value: Chosen, exchange: Exchange) -> Rows:
