@@ -14,7 +14,7 @@ from coterie.testing.rounds import down, joined, one_round
 
 TRAINING = {"steps": 2, "batch": 2, "precision": "fp32", "learning_rate": 0.01}
 TOKENS = {"diarist": 900, "poet": 2000, "whaler": 90_000}
-STEPS = {"helps": -0.3, "hurts": 0.3, "helps-much": -1, "hurts-much": 1}
+STEPS = {"helps": -0.3, "hurts": 0.3, "helps-much": -1, "hurts-much": 1, "hurts-more": 2}
 """Kinds of changes along the gradient of the client's loss, and their step sizes."""
 SIZES = {"random": 0.03, "noisy": 0.2}
 """Kinds of random changes, and their standard deviations."""
@@ -33,6 +33,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[Trial], Any]]] = {
     "no trust": ("helps hurts", {"trust": 0.0}, lambda t: t.row["whaler"] > 0.67),
     "little trust": ("helps hurts", {"trust": 100.0}, lambda t: 0.1 < t.row["whaler"] < 0.6),
     "uncertain": ("noisy noisy", {"samples": 2}, lambda t: not all(t.excess.values())),
+    "worse mean": ("hurts-more hurts-more", {"trust": 0.0}, lambda t: t.row == {"poet": 1.0}),
     "by experts": ("helps-much random", {"attention": None}, lambda t: t.excess["whaler"] > 0),
 }
 """Kinds of the others' changes, settings, and a condition that the expected trial meets."""

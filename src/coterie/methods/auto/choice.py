@@ -15,7 +15,7 @@ from coterie.messages import Json, MessageError, Tensors
 MEMORY = 0.5
 """The factor by which the precision of earlier evidence decreases in each trial."""
 MARGIN = 0.01
-"""Differences between slopes up to this size, in nats per token, are ignored."""
+"""Differences between slopes or losses up to this size, in nats per token, are ignored."""
 SMALLEST_WEIGHT = 0.1
 """The weight below which a client is excluded from the mean, as a multiple of the equal share."""
 PARTS_OF_ALL = (0.1, 0.2, 0.3, 0.4, 0.5)

@@ -14,6 +14,7 @@ from coterie.messages.host import on_host
 from coterie.messages.names import TRUST
 from coterie.methods.adapter import AdapterClient
 from coterie.methods.auto.choice import (
+    MARGIN,
     PARTS_OF_ALL,
     Evidence,
     at_one_length,
@@ -23,6 +24,7 @@ from coterie.methods.auto.choice import (
     part_of,
     row_of,
     shares_of,
+    standard_error,
     updated,
     widened,
 )
@@ -126,6 +128,14 @@ class AutoClient(AdapterClient[AutoSettings]):
         at_once = self.context.training.at_once
         return mean_loss(self.context.base, self.model(), self.judging, at_once)
 
+    def _losses(self, tensors: Tensors) -> Tensor:
+        """Return the mean losses on groups of four samples, after setting the shared parameters."""
+        copy(tensors, self.shared)
+        base, model, at_once = self.context.base, self.model(), self.context.training.at_once
+        groups = self.judging.split(4)
+        losses = [mean_loss(base, model, group, at_once) for group in groups]
+        return torch.tensor(losses, dtype=torch.float64)
+
     def _judge(self, peers: Mapping[ClientId, Tensors], sizes: Mapping[ClientId, float]) -> None:
         """Determine the weights, and continue from the mean with these weights.
 
@@ -146,6 +156,9 @@ class AutoClient(AdapterClient[AutoSettings]):
         self.evidence = {c: known for c, known in evidence.items() if c in shares}
         above, least_others = excess(self.evidence), self.context.least_others
         self.row = row_of(shares, above, self.method.trust, name, least_others)
+        worse = self._losses(start(self.row)) - self._losses(own)
+        if worse.mean() - standard_error(worse) > MARGIN:
+            self.row = {name: 1.0}
         self.buffers["mean"] = start(self.row)
         copy(self.buffers["mean"], self.shared)
         self.context.log(TRUST, self.row)

@@ -20,11 +20,12 @@ where x_j is the slope of j minus the lowest slope.
 
 A client estimates slopes in trials after the rounds 1, 3, 7, 15 and so on:
 
-1. The client receives the attention pairs of the other clients (at most `peers`), in float16. At the mean with
-   the weights p, it measures the slope of each sample's loss along each d_j, minus the mean slope.
-   All d_j are scaled to the same length, so a longer change does not count as a better one. The
-   mean over the samples, m_j, has the standard error E_j. Earlier trials count, too: the precision
-   1 / E_j^2 of a peer's evidence is halved in every trial, and the means are weighted by precision.
+1. The client receives the attention pairs of the other clients (at most `peers`), in float16. At
+   the mean with the weights p, it measures the slope of each sample's loss along each d_j, minus
+   the mean slope. All d_j are scaled to the same length, so a longer change does not count as a
+   better one. The mean over the samples, m_j, has the standard error E_j. Earlier trials count,
+   too: the precision 1 / E_j^2 of a peer's evidence is halved in every trial, and the means are
+   weighted by precision.
 2. The client changes its weights. Slopes are shrunk by their errors: with a normal prior for the
    true slopes, whose variance v is estimated from the spread of the m_j, their posterior means are
    s_j = m_j v / (v + E_j^2). With a margin of 0.01 nats per token,
@@ -35,8 +36,10 @@ A client estimates slopes in trials after the rounds 1, 3, 7, 15 and so on:
    not narrower than the evidence requires. More samples reduce the errors, but do not turn a small
    difference into a large one. Clients without evidence have the mean x_j. Weights below a tenth
    of the equal share are dropped.
-3. The client continues from the mean with the new weights, as far as it can compute this mean. A
-   client whose only weight is its own ignores the mean until the next trial.
+3. The client continues from the mean with the new weights, as far as it can compute this mean.
+   Slopes can mislead where the loss is far from linear. If the loss at this mean, less the standard
+   error, exceeds that of the client's own parameters by more than the margin, the client's only
+   weight is its own. Such a client ignores the mean until the next trial.
 
 Whether the mean or the client's own parameters are evaluated also depends on the validation loss,
 in the rounds whose mean contains all parameters and after the last round.
