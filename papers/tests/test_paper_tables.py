@@ -335,7 +335,7 @@ def test_a_row_has_values_of_its_own_to_be_tried_with(table, tmp_path, counted) 
     assert "tuned" not in local
 
 
-def test_a_row_has_keys_of_its_own_below_those_of_columns_and_of_the_command(table) -> None:
+def test_a_rows_keys_are_below_those_of_columns_and_of_the_command(table) -> None:
     path = table(rows=[{"method": "fedavg", "run": {"training": {"learning_rate": 0.5}}}])
     whole = yaml.safe_load(path.read_text())
     whole["columns"][1]["run"]["training"] = {"learning_rate": 0.25}

@@ -126,7 +126,7 @@ def test_methods_of_other_papers_have_adapters_of_one_size() -> None:
 
 
 PAIRS_PER_LAYER = {"feddpa": 2, "fedalt": 0.5}
-"""How many pairs a client trains for each one of the adapter."""
+"""The number of pairs that a client trains for each pair of its adapter."""
 
 
 def test_rows_of_the_scenarios_train_about_equally_many_parameters() -> None:

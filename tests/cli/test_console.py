@@ -207,7 +207,7 @@ def test_a_user_agrees_or_declines(answers, agrees, shows, asked, config) -> Non
 
 def test_the_question_names_few_settings_and_what_others_receive(asked, config) -> None:
     estimate = Estimate(2 * 10**9, 5 * 2**19, 2**20, ("LoRA on A in all 2 layers",))
-    trials = "in trials: LoRA pairs on attention; number of training tokens"
+    trials = "in trials: LoRA pairs on attention; in trials, and after"
     for method, passed_on in (("auto", trials), ("fedavg", "nothing")):
         text = asked(config(method=method), "y", estimate=estimate)[1]
         parts = [line.partition("  ") for line in text.splitlines()]

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from auto_runs import along_gradient, altered, auto, forged_round, judging_windo
 from tensors import close_to, equal, mean_of
 
 from coterie.messages import Message, MessageError
+from coterie.messages.names import TRUST
 from coterie.methods.auto import client as auto_client
 from coterie.methods.tensors import copied, copy
 from coterie.testing.rounds import down, joined, one_round
@@ -58,13 +58,18 @@ def test_every_client_receives_the_mean_of_all_after_the_last_round(ended) -> No
 def test_a_client_approaches_the_mean_of_all_while_its_loss_decreases(ended) -> None:
     local, uploads = ended
     parts = set()
-    for name, is_better in product(uploads, (False, True)):
+    for name, is_better in [(name, better) for name in uploads for better in (False, True)]:
         client = local.clients[name]
         download, own, before = down(local, name), copied(client.shared), client.state()
         if is_better:
-            windows, pairs = judging_windows(local, name, 32), {n: own[n] for n in client.judged}
+            windows, pairs = (
+                judging_windows(local, name, 32),
+                {n: own[n] for n in client.judged},
+            )
             better = {**own, **along_gradient(client, windows, pairs, -1.0)}
             download = with_common(download, lambda n, _, better=better: better[n])
+        logged: list[Any] = []
+        client.context = replace(client.context, log=lambda *metric, to=logged: to.append(metric))
         alone(client, download)
         result = copied(client.shared)
         points = [
@@ -80,6 +85,10 @@ def test_a_client_approaches_the_mean_of_all_while_its_loss_decreases(ended) -> 
         best = next((i for i in range(5) if means[i + 1] >= means[i]), 5)
         assert close_to(result, points[best], atol=1e-6), means
         parts.add(best)
+        [(metric, weights)] = logged
+        part = best / 10
+        assert metric == TRUST
+        assert weights == pytest.approx({n: part / 3 + (1 - part) * (n == name) for n in uploads})
         client.restore(before)
     assert len(parts) > 1
 

@@ -132,10 +132,13 @@ def test_two_fields_of_one_name_are_two_lines() -> None:
     ]
 
 
+END = "after the last round"
+
+
 @pytest.mark.parametrize(
     ("method", "downloads"),
     [
-        ("auto", {"every exchange", "in trials"}),
+        ("auto", {"every exchange", "in trials", END, f"in trials, and {END}"}),
         ({"name": "pcl-1", "every": 1}, {"at intervals of 1 round, from round 5 on"}),
         ("fedlease", {"every exchange, from round 6 on"}),
         ("fedmkt-fedavg", {"every round"}),

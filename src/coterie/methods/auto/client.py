@@ -76,33 +76,45 @@ class AutoClient(AdapterClient[AutoSettings]):
         if peers:
             self._judge(peers, sizes)
         last = download.exchange == self.context.rounds
-        if download.exchange and (last or complete):
-            self._compare()
+        is_own = download.exchange and (last or complete) and self._compare()
         if common := download["common"]:
-            self._approach(common)
+            part = self._approach(common)
+            shares = self._shares(sizes)
+            row = {self.context.name: 1.0} if is_own else self.row or shares
+            weights = {c: (1 - part) * row.get(c, 0) + part * p for c, p in shares.items()}
+            self.context.log(TRUST, weights)
 
     @property
     def _is_alone(self) -> bool:
         return self.row.keys() == {self.context.name}
 
-    def _compare(self) -> None:
-        """Set the model to the client's own parameters, unless the mean has a lower loss."""
-        if self._is_alone:
-            return
-        loss = self._mean_loss(self.buffers["own"])
-        if not self._mean_loss(self.buffers["mean"]) < loss:  # it may be NaN
-            copy(self.buffers["own"], self.shared)
+    def _compare(self) -> bool:
+        """Set the model to the client's own parameters, unless the mean has a lower loss.
 
-    def _approach(self, common: Tensors) -> None:
+        Returns:
+            Whether the model now has the client's own parameters.
+        """
+        if self._is_alone:
+            return True
+        loss = self._mean_loss(self.buffers["own"])
+        if is_own := not self._mean_loss(self.buffers["mean"]) < loss:  # it may be NaN
+            copy(self.buffers["own"], self.shared)
+        return is_own
+
+    def _approach(self, common: Tensors) -> float:
         """Move the model towards the mean of all clients while its loss decreases.
 
         Args:
             common: The mean over all clients of the parameters that they sent in the last round.
+
+        Returns:
+            The weight of this mean.
         """
         parameters, exchange = self.parameters(), self.context.rounds - 1
         sent = {n: t for n, t in self.shared.items() if self.method.sends(parameters[n], exchange)}
         check_shapes(common, shapes_of(sent))
-        best = start = copied(self.shared)
+        start = copied(self.shared)
+        best, weight = start, 0.0
         least = self._mean_loss(start)
         for part in PARTS_OF_ALL:
             moved = {
@@ -111,8 +123,9 @@ class AutoClient(AdapterClient[AutoSettings]):
             point = {**start, **moved}
             if not (loss := self._mean_loss(point)) < least:
                 break
-            best, least = point, loss
+            best, weight, least = point, part, loss
         copy(best, self.shared)
+        return weight
 
     def train(self, turn: Turn) -> None:
         copy(self.buffers["mean"], self.shared)
@@ -145,7 +158,7 @@ class AutoClient(AdapterClient[AutoSettings]):
         """
         name, own, mean = self.context.name, self.buffers["own"], self.buffers["mean"]
         pairs = dict(sorted({**peers, name: on_host({n: own[n] for n in self.judged})}.items()))
-        shares = shares_of(dict(sorted({**sizes, name: self.tokens}.items())))
+        shares = self._shares(sizes)
         received = self.row or shares
 
         def start(row: Row) -> dict[str, Tensor]:
@@ -162,6 +175,9 @@ class AutoClient(AdapterClient[AutoSettings]):
         self.buffers["mean"] = start(self.row)
         copy(self.buffers["mean"], self.shared)
         self.context.log(TRUST, self.row)
+
+    def _shares(self, sizes: Mapping[ClientId, float]) -> dict[ClientId, float]:
+        return shares_of(dict(sorted({**sizes, self.context.name: self.tokens}.items())))
 
     def _slopes(self, mean: Tensors, pairs: Mapping[ClientId, Tensors]) -> Tensor:
         """Return the slope of each sample's loss along each client's change, at a mean."""

@@ -114,7 +114,8 @@ class Auto(AutoSettings, Mixture):
             exclusive=True,
         )
         tokens = {"name": "sizes", "description": "number of training tokens", "dtype": "json"}
-        sizes = replace(judged, **tokens, of=("choice",))
+        when = "in trials, and after the last round"
+        sizes = replace(judged, **tokens, of=("choice",), when=when, exclusive=False)
         up = (replace(adapter, reduce="rows"), replace(adapter, reduce="each"))
         return replace(
             super().schema(),

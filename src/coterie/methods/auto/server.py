@@ -104,7 +104,7 @@ class AutoServer(PersonalServer[AutoSettings, Chosen]):
         of_peers = value.uploads.only(self._peers(value, client, exchange))
         peers = of_peers.mapped(lambda tensors: {"adapter": rounded(self._judged(tensors))})
         sizes = {other: count for other, count in value.tokens.items() if other != client}
-        values = {"sizes": sizes} if peers else {}
+        values = {"sizes": sizes} if peers or message["common"] else {}
         groups = {**message.groups, "adapter": sent}
         return replace(message, groups=groups, peers=peers, values=values)
 
