@@ -69,7 +69,7 @@ def contents(message: Message) -> Iterator[tuple[str, Any]]:
     for _, group, _, tensor in message.tensors():
         # Integers, such as positions in public texts, can be equal by themselves.
         if tensor.is_floating_point() and tensor.unique().numel() > 1:
-            yield group, tensor.numpy().tobytes()
+            yield group, tensor.half().numpy().tobytes()  # in which auto's server forwards pairs
     for name, value in message.values.items():
         yield from ((name, leaf) for leaf in leaves(value))
 
