@@ -147,7 +147,8 @@ def test_a_trial_of_auto_reads_each_sample_once(values, teachers, gpu) -> None:
     side: Any = local.clients[client]
     download = down(local, client)
     samples = len(list(side.judging.split(1)))
-    compared = 2 * len(list(side.judging.split(2)))  # the losses of two models
+    # The losses of two models, once in the trial and once before the evaluation.
+    compared = 4 * len(list(side.judging.split(2)))
     reads = counted(lambda: side.receive(download)).reads
     assert download.peers
     assert reads.total() == 1 + samples + compared, reads
