@@ -27,7 +27,8 @@ PHASES = {"auto": "trust", "pcl-1": "trust", "cobo": "trust", "fdlora": "fusion"
 def run_with_phases(name: str, values: Any, teachers: Any) -> RunConfig:
     """Return a run that is long enough for each phase of the method to take place once."""
     method = dict(METHODS[name])
-    if "every" in getattr(available()[method["name"]].model_fields.get("router"), "default", {}):
+    router = available()[method["name"]].model_fields.get("router")
+    if hasattr(getattr(router, "default", None), "every"):
         method["router"] = {"every": 2, "steps": 1} | method.get("router", {})
     return run_of(method, values, teachers, rounds=4 if name == "auto" else 2)
 
