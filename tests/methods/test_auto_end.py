@@ -13,6 +13,7 @@ from coterie.messages import Message, MessageError
 from coterie.messages.names import TRUST
 from coterie.methods.auto import client as auto_client
 from coterie.methods.tensors import copied, copy
+from coterie.testing.loop import assert_equal
 from coterie.testing.rounds import down, joined, one_round
 
 TRAINING = {"steps": 2, "batch": 2, "precision": "fp32", "learning_rate": 0.01}
@@ -111,6 +112,7 @@ def test_a_mean_of_other_shapes_is_refused(ended) -> None:
     for change in (lambda _, t: t[:1], lambda n, t: t[None]):
         with pytest.raises(MessageError):
             client.receive(with_common(down(local, "poet"), change))
+        assert_equal(client.state(), before, "state")
     client.restore(before)
 
 

@@ -62,9 +62,14 @@ class AutoClient(AdapterClient[AutoSettings]):
     def receive(self, download: Message) -> None:
         own = copied(self.shared)
         complete = len(download["adapter"]) == len(own)
-        names = self.method.downloaded(self.parameters(), complete)
+        parameters, last = self.parameters(), download.exchange == self.context.rounds
+        names = self.method.downloaded(parameters, complete)
         sent = {n: t for n, t in self.shared.items() if n in names}
         check_shapes(download["adapter"], shapes_of(sent))
+        if common := download["common"]:
+            sends, number = self.method.sends, self.context.rounds - 1
+            uploaded = {n: t for n, t in self.shared.items() if sends(parameters[n], number)}
+            check_shapes(common, shapes_of(uploaded))
         peers = {peer: widened(download.from_peer(peer)["adapter"]) for peer in download.peers}
         for tensors in peers.values():
             check_shapes(tensors, shapes_of(self.judged))
@@ -75,9 +80,8 @@ class AutoClient(AdapterClient[AutoSettings]):
         self.buffers |= {"mean": copied(self.shared), "own": own}
         if peers:
             self._judge(peers, sizes)
-        last = download.exchange == self.context.rounds
         is_own = download.exchange and (last or complete) and self._compare()
-        if common := download["common"]:
+        if common:
             part = self._approach(common)
             shares = self._shares(sizes)
             row = {self.context.name: 1.0} if is_own else self.row or shares
@@ -110,9 +114,6 @@ class AutoClient(AdapterClient[AutoSettings]):
         Returns:
             The weight of this mean.
         """
-        parameters, exchange = self.parameters(), self.context.rounds - 1
-        sent = {n: t for n, t in self.shared.items() if self.method.sends(parameters[n], exchange)}
-        check_shapes(common, shapes_of(sent))
         start = copied(self.shared)
         best, weight = start, 0.0
         least = self._mean_loss(start)
@@ -169,11 +170,13 @@ class AutoClient(AdapterClient[AutoSettings]):
         self.evidence = {c: known for c, known in evidence.items() if c in shares}
         above, least_others = excess(self.evidence), self.context.least_others
         self.row = row_of(shares, above, self.method.trust, name, least_others)
-        worse = self._losses(start(self.row)) - self._losses(own)
+        begin = start(self.row)
+        worse = self._losses(begin) - self._losses(own)
         if worse.mean() - standard_error(worse) > MARGIN:
             self.row = {name: 1.0}
-        self.buffers["mean"] = start(self.row)
-        copy(self.buffers["mean"], self.shared)
+            begin = start(self.row)
+        self.buffers["mean"] = begin
+        copy(begin, self.shared)
         self.context.log(TRUST, self.row)
 
     def _shares(self, sizes: Mapping[ClientId, float]) -> dict[ClientId, float]:
