@@ -31,6 +31,7 @@ from coterie.exchanges.exchange import Exchange
 from coterie.messages import Field as MessageField
 from coterie.messages import Groups, Message, MessageError, Schema, Shapes, Tensors, check_shapes
 from coterie.messages.message import Json
+from coterie.messages.names import CLUSTER
 from coterie.methods.adapter import AdapterClient, AdapterMethod, AdapterServer, Shared
 from coterie.methods.clusters import silhouette
 from coterie.methods.contract import ClientContext, ClientId, ServerContext
@@ -195,7 +196,7 @@ class ClusterClient(AdapterClient[IFCA]):
 
     def train(self, turn: Turn) -> None:
         if self.method.trains(turn.exchange):
-            self.context.log("cluster", self.cluster)
+            self.context.log(CLUSTER, self.cluster)
             super().train(replace(turn, exchange=turn.round))
 
     def upload(self, turn: Turn) -> Message:
