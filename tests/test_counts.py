@@ -9,8 +9,8 @@ from scripts import counts
 ROOT = Path(__file__).parent.parent
 LIMITS = {
     "files": 1_132,
-    "lines of src": 33_300,
-    "lines of tests": 39_300,
+    "lines of src": 33_400,
+    "lines of tests": 39_500,
     "lines of papers": 3_900,
     "lines of benchmarks": 2_750,
     "lines of scripts": 1_030,
