@@ -28,6 +28,7 @@ METHODS: dict[str, dict[str, Any]] = {
 } | {
     "uneven": {"name": "comigs-1g1s", **UNEVEN},
     "single": {"name": "comigs-1g1s", "mlp": {"specialists": {"poet": 0, "others": 1}}},
+    "auto, gradients": {"name": "auto", "trials": "gradients"},
     "fedavg, exact": {"name": "fedavg", "exact": True},
     "comigs, exact": {"name": "comigs-1g1s", "exact": True, **UNEVEN},
     "flexlora, ranks": {"name": "flexlora", **RANKS},

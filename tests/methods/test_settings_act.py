@@ -92,6 +92,7 @@ CHANGED: list[tuple[str, Any]] = [
     ("attention.targets", "c_proj|o_proj"),
     ("lora.scale", "rank"),
     ("domain", "box"),
+    ("trials", "gradients"),
     ("form", "released"),
     ("private", "trained"),
     ("align", "warping"),

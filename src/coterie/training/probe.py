@@ -47,14 +47,54 @@ def sample_slopes(
     Returns:
         A float64 tensor shaped (samples, directions).
     """
-    base, rows = context.base, []
+    rows = []
     for sample in batch.split(1):
-        with autocast(base.precision, base.device.type):
-            loss, _ = sample.to(base.device).loss(model)
-        gradients = torch.autograd.grad(loss, [*parameters.values()])
-        by_name = on_host(dict(zip(parameters, gradients, strict=True)))
-        rows.append([_product(by_name, direction) for direction in directions])
+        gradient = _gradient(context, model, sample, parameters)
+        rows.append([_product(gradient, direction) for direction in directions])
     return torch.tensor(rows, dtype=torch.float64)
+
+
+def mean_gradients(
+    context: ClientContext,
+    model: PreTrainedModel,
+    batch: AnyBatch,
+    parameters: Mapping[str, Tensor],
+    most: int,
+) -> list[Tensor]:
+    """Return the mean gradients of the losses of several groups of samples, flattened.
+
+    Args:
+        context: The client's context.
+        model: The model to which the parameters belong.
+        batch: The samples. Those of a group are equally distant from each other.
+        parameters: The parameters with respect to which derivatives are computed, at their current
+            values. They must require gradients.
+        most: The maximum number of groups.
+
+    Returns:
+        One float64 tensor for each group, without those that are not finite.
+    """
+    samples, means = [*batch.split(1)], []
+    for number in range(min(most, len(samples))):
+        group = samples[number::most]
+        gradients = [_gradient(context, model, sample, parameters) for sample in group]
+        flat = [torch.cat([t.double().flatten() for t in g.values()]) for g in gradients]
+        means.append(torch.stack(flat).mean(0))
+    return [mean for mean in means if mean.isfinite().all()]
+
+
+def _gradient(
+    context: ClientContext,
+    model: PreTrainedModel,
+    sample: AnyBatch,
+    parameters: Mapping[str, Tensor],
+) -> Tensors:
+    """Return the gradient of a sample's loss, on the CPU."""
+    base = context.base
+    with autocast(base.precision, base.device.type):
+        loss, _ = sample.to(base.device).loss(model)
+    gradients = torch.autograd.grad(loss, [*parameters.values()])
+    return on_host(dict(zip(parameters, gradients, strict=True)))
 
 
 def _product(a: Tensors, b: Tensors) -> float:

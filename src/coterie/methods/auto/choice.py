@@ -24,21 +24,27 @@ LARGEST_SIZE = 3.0
 """The largest number of training tokens that counts, as a multiple of the clients' median.
 
 Clients report their own numbers; a low limit bounds the influence of a false one."""
+GRADIENTS = 4
+"""The number of gradients that a client sends in a trial, each of an equal part of its samples."""
 Evidence = tuple[float, float]
 """The mean of slopes, in nats per token, and its precision: 1 divided by its variance."""
+
+
+Weight = Annotated[float, Field(ge=0, le=1)]
 
 
 class Choice(TypedDict):
     """The value `choice` of an upload, which determines the weights of the client's mean."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # pyright: ignore
-    row: dict[str, Annotated[float, Field(ge=0, le=1)]]
+    row: dict[str, Weight]
     """The client's weights for all clients, or nothing before its first trial."""
     tokens: Annotated[int, Field(gt=0)]
     """The number of the client's training tokens."""
 
 
 _CHOICE = TypeAdapter(Choice)
+_ROW = TypeAdapter(dict[str, Weight])
 _SIZES = TypeAdapter(dict[str, Annotated[int, Field(gt=0)]])
 
 
@@ -84,6 +90,21 @@ def checked_sizes(value: Json, peers: Collection[str]) -> dict[str, int]:
     if not sizes.keys() >= {*peers}:
         raise MessageError("The download lacks numbers of training tokens of the other clients.")
     return sizes
+
+
+def checked_row(value: Json) -> dict[str, float]:
+    """Return a client's weights for all clients, from a download.
+
+    Args:
+        value: The value `row` of a download.
+
+    Raises:
+        MessageError: A weight is invalid.
+    """
+    try:
+        return _ROW.validate_python(value, strict=True)
+    except ValidationError as error:
+        raise MessageError("The download has no valid weights of this client.") from error
 
 
 def latest_trial(complete: int) -> int:

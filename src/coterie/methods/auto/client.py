@@ -14,10 +14,12 @@ from coterie.messages.host import on_host
 from coterie.messages.names import TRUST
 from coterie.methods.adapter import AdapterClient
 from coterie.methods.auto.choice import (
+    GRADIENTS,
     MARGIN,
     PARTS_OF_ALL,
     Evidence,
     at_one_length,
+    checked_row,
     checked_sizes,
     excess,
     mixed,
@@ -31,7 +33,7 @@ from coterie.methods.auto.choice import (
 from coterie.methods.auto.settings import AutoSettings
 from coterie.methods.contract import ClientContext, ClientId
 from coterie.methods.tensors import copied, copy, shapes_of
-from coterie.training.probe import probe_batch, sample_slopes
+from coterie.training.probe import mean_gradients, probe_batch, sample_slopes
 from coterie.transforms.context import Row
 from coterie.turn import Turn
 
@@ -58,6 +60,8 @@ class AutoClient(AdapterClient[AutoSettings]):
         the server weights clients by their training tokens."""
         self.evidence: dict[ClientId, Evidence] = {}
         """For each judged client, the mean slope along its change, and the mean's precision."""
+        self.gradients: dict[str, Tensor] = {}
+        """The gradients for the next upload, by number, or nothing."""
 
     def receive(self, download: Message) -> None:
         own = copied(self.shared)
@@ -74,12 +78,20 @@ class AutoClient(AdapterClient[AutoSettings]):
         for tensors in peers.values():
             check_shapes(tensors, shapes_of(self.judged))
         sizes = checked_sizes(download.values.get("sizes", {}), peers)
+        row = checked_row(download.values.get("row", {})) or self.row
+        has_changed, self.row = row != self.row, row
         # A lone client's mean is its own upload, or an older one if its upload was excluded.
         if not self._is_alone:
             copy(download["adapter"], sent)
         self.buffers |= {"mean": copied(self.shared), "own": own}
         if peers:
             self._judge(peers, sizes)
+        elif has_changed:
+            self._begin_at(self.buffers["mean"])
+        self.gradients = {}
+        if sizes and not peers and not last:
+            gradients = self._gradients()
+            self.gradients = {str(i): g.to(torch.bfloat16) for i, g in enumerate(gradients)}
         is_own = download.exchange and (last or complete) and self._compare()
         if common:
             part = self._approach(common)
@@ -133,8 +145,9 @@ class AutoClient(AdapterClient[AutoSettings]):
         super().train(turn)
 
     def upload(self, turn: Turn) -> Message:
-        choice = {"row": self.row, "tokens": self.tokens}
-        return replace(super().upload(turn), values={"choice": choice})
+        message, choice = super().upload(turn), {"row": self.row, "tokens": self.tokens}
+        groups = {**message.groups, **({"gradients": self.gradients} if self.gradients else {})}
+        return replace(message, groups=groups, values={"choice": choice})
 
     def _mean_loss(self, tensors: Tensors) -> float:
         """Return the mean loss on the samples for judging, after setting the shared parameters."""
@@ -170,13 +183,16 @@ class AutoClient(AdapterClient[AutoSettings]):
         self.evidence = {c: known for c, known in evidence.items() if c in shares}
         above, least_others = excess(self.evidence), self.context.least_others
         self.row = row_of(shares, above, self.method.trust, name, least_others)
-        begin = start(self.row)
-        worse = self._losses(begin) - self._losses(own)
+        self._begin_at(start(self.row))
+
+    def _begin_at(self, mean: Tensors) -> None:
+        """Continue from a mean, or alone if the mean is worse than the client's own parameters."""
+        own = self.buffers["own"]
+        worse = self._losses(mean) - self._losses(own)
         if worse.mean() - standard_error(worse) > MARGIN:
-            self.row = {name: 1.0}
-            begin = start(self.row)
-        self.buffers["mean"] = begin
-        copy(begin, self.shared)
+            self.row, mean = {self.context.name: 1.0}, copied(own)
+        self.buffers["mean"] = dict(mean)
+        copy(mean, self.shared)
         self.context.log(TRUST, self.row)
 
     def _shares(self, sizes: Mapping[ClientId, float]) -> dict[ClientId, float]:
@@ -189,6 +205,12 @@ class AutoClient(AdapterClient[AutoSettings]):
         self.adapter.require_grad(self.method.judges)
         directions = at_one_length(changes)
         return sample_slopes(self.context, self.model(), self.judging, self.judged, directions)
+
+    def _gradients(self) -> list[Tensor]:
+        """Return the mean gradients of groups of samples, at the current parameters."""
+        self.adapter.require_grad(self.method.judges)
+        judged = dict(sorted(self.judged.items()))
+        return mean_gradients(self.context, self.model(), self.judging, judged, GRADIENTS)
 
     def state(self) -> State:
         choice = {"row": self.row, "evidence": self.evidence}

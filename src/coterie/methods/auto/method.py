@@ -41,6 +41,12 @@ A client estimates slopes in trials after the rounds 1, 3, 7, 15 and so on:
    error, exceeds that of the client's own parameters by more than the margin, the client's only
    weight is its own. Such a client ignores the mean until the next trial.
 
+With `trials: gradients`, clients do not receive the parameters of single others. In a trial, a
+client computes the mean gradients of four groups of its samples, at the mean that it has received,
+and sends them with its parameters. The server multiplies them with the clients' changes: these are
+the slopes, with four values for each client. The server computes the weights, and averages with
+them at once. The client does step 3 when it receives this mean.
+
 Whether the mean or the client's own parameters are evaluated also depends on the validation loss,
 in the rounds whose mean contains all parameters and after the last round.
 
@@ -57,6 +63,7 @@ from typing import ClassVar, Literal
 from coterie.errors import CoterieError
 from coterie.messages import Field as MessageField
 from coterie.messages import Schema
+from coterie.methods.auto.choice import GRADIENTS
 from coterie.methods.auto.client import AutoClient
 from coterie.methods.auto.server import AutoServer
 from coterie.methods.auto.settings import AutoSettings
@@ -78,7 +85,8 @@ class Auto(AutoSettings, Mixture):
 
     @property
     def budget(self) -> Budget | None:
-        return Budget(math.inf, 1.0, "weights that depend on this client's validation samples")
+        sent = "weights that depend on" if self.trials == "parameters" else "gradients of"
+        return Budget(math.inf, 1.0, f"{sent} this client's validation samples")
 
     def check(self, run: RunFacts) -> None:
         super().check(run)
@@ -116,12 +124,22 @@ class Auto(AutoSettings, Mixture):
         tokens = {"name": "sizes", "description": "number of training tokens", "dtype": "json"}
         when = "in trials, and after the last round"
         sizes = replace(judged, **tokens, of=("choice",), when=when, exclusive=False)
-        up = (replace(adapter, reduce="rows"), replace(adapter, reduce="each"))
-        return replace(
-            super().schema(),
-            up=(*up, MessageField("choice", choice, "json")),
-            down=(adapter, common, judged, sizes),
+        up = (
+            replace(adapter, reduce="rows"),
+            replace(adapter, reduce="each"),
+            MessageField("choice", choice, "json"),
         )
+        if self.trials == "parameters":
+            return replace(super().schema(), up=up, down=(adapter, common, judged, sizes))
+        gradients = MessageField(
+            "gradients",
+            "gradients of validation samples",
+            "bfloat16",
+            copies=lambda p, _: GRADIENTS * self.judges(p),
+            when="in trials",
+        )
+        row = MessageField("row", "weights of other clients", "json", of=("gradients", "adapter"))
+        return replace(super().schema(), up=(*up, gradients), down=(adapter, common, sizes, row))
 
     def client(self, context: ClientContext) -> AutoClient:
         return AutoClient(self, context)

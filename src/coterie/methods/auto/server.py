@@ -6,14 +6,20 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from coterie.exchanges.exchange import Exchange
-from coterie.messages import Groups, Message, Tensors
+from coterie.messages import Groups, Json, Message, Shapes, Tensors, check_shapes
 from coterie.methods.auto.choice import (
+    GRADIENTS,
+    at_one_length,
     checked_choice,
+    excess,
     latest_trial,
     limited_rows,
     mixed,
+    part_of,
     rounded,
+    row_of,
     shares_of,
+    updated,
     widened,
 )
 from coterie.methods.auto.settings import AutoSettings
@@ -36,6 +42,8 @@ class Chosen(Personal):
     """Each client's weights for all clients, or nothing before its first trial."""
     tokens: PerClient[int] = PerClient()
     """The number of each client's training tokens."""
+    evidence: PerClient[PerClient[list[float]]] = PerClient()
+    """Each client's `Evidence` about others, if clients send gradients."""
     tried: PerClient[int] = PerClient()
     """For each client, the number of rounds after which its latest trial was due."""
     uploads: PerClient[Tensors] = PerClient()
@@ -66,15 +74,20 @@ class AutoServer(PersonalServer[AutoSettings, Chosen]):
         latest = latest_trial(exchange) if exchange < self.context.rounds else 0
         return latest > value.tried.get(client, 0)
 
+    def _tries(self, value: Chosen, client: ClientId, exchange: Exchange) -> bool:
+        """Return whether an exchange is a trial of a client."""
+        is_known = client in value.uploads and len(value.uploads) > 1
+        return is_known and self._due(value, client, exchange.turn.exchange)
+
     def _peers(self, value: Chosen, client: ClientId, exchange: Exchange) -> list[ClientId]:
         """Return the clients whose pairs a client receives in an exchange.
 
         If there are more than `peers`, half of these are the clients with the largest weights or,
         before the first trial, with the most similar pairs. The other half rotates.
         """
-        number = exchange.turn.exchange
-        if client not in value.uploads or not self._due(value, client, number):
+        if self.method.trials == "gradients" or not self._tries(value, client, exchange):
             return []
+        number = exchange.turn.exchange
         others = sorted(value.uploads.keys() - {client})
         most = self.method.peers
         if len(others) <= most:
@@ -103,14 +116,25 @@ class AutoServer(PersonalServer[AutoSettings, Chosen]):
         sent = {n: t for n, t in message["adapter"].items() if n in names}
         of_peers = value.uploads.only(self._peers(value, client, exchange))
         peers = of_peers.mapped(lambda tensors: {"adapter": rounded(self._judged(tensors))})
-        sizes = {other: count for other, count in value.tokens.items() if other != client}
-        values = {"sizes": sizes} if peers or message["common"] else {}
+        tries, values = self._tries(value, client, exchange), dict[str, Json]()
+        if tries or message["common"]:
+            values["sizes"] = {c: count for c, count in value.tokens.items() if c != client}
+        if self.method.trials == "gradients":
+            values["row"] = dict(value.rows.get(client, {}))
         groups = {**message.groups, "adapter": sent}
         return replace(message, groups=groups, peers=peers, values=values)
 
+    def expects(self, value: Chosen, client: ClientId, exchange: Exchange) -> Mapping[str, Shapes]:
+        return {"adapter": super().expects(value, client, exchange)["adapter"]}
+
     def check(self, value: Chosen, client: ClientId, upload: Message, exchange: Exchange) -> None:
-        super().check(value, client, upload, exchange)
+        rest = {g: tensors for g, tensors in upload.groups.items() if g != "gradients"}
+        super().check(value, client, replace(upload, groups=rest), exchange)
         checked_choice(client, upload.values.get("choice"), value.held)
+        size = sum(tensor.numel() for tensor in self._judged(self.start).values())
+        numbers = map(str, range(GRADIENTS if self._tries(value, client, exchange) else 0))
+        sent = upload["gradients"]  # fewer, if the client has little validation text
+        check_shapes(sent, {number: (size,) for number in numbers if number in sent})
 
     def reference(
         self, value: Chosen, client: ClientId, upload: Message, exchange: Exchange
@@ -137,13 +161,17 @@ class AutoServer(PersonalServer[AutoSettings, Chosen]):
 
     def aggregate(self, value: Chosen, exchange: Exchange) -> Chosen:
         number = exchange.turn.exchange
-        trying = {client for client in exchange.asked if self._peers(value, client, exchange)}
+        trying = {client for client in exchange.asked if self._tries(value, client, exchange)}
+        gradients = self.method.trials == "gradients"
         choices = {
             client: checked_choice(client, choice, value.held)
             for client, choice in exchange.each("choice").items()
         }
         rows = {
-            client: choice["row"] if client in trying else value.rows.get(client, {})
+            # The server computes the weights of clients that send gradients; they may prefer none.
+            client: choice["row"]
+            if (choice["row"].keys() == {client} if gradients else client in trying)
+            else value.rows.get(client, {})
             for client, choice in choices.items()
         }
         value = replace(
@@ -152,7 +180,7 @@ class AutoServer(PersonalServer[AutoSettings, Chosen]):
             tokens=value.tokens | {c: choice["tokens"] for c, choice in choices.items()},
             tried=value.tried | dict.fromkeys(trying, latest_trial(number)),
         )
-        value = super().aggregate(value, exchange)
+        value = super().aggregate(self._judge(value, exchange), exchange)
         if common := value.means.get(EVERYBODY):
             means = value.means.without(EVERYBODY)
             value = replace(value, means=means, common=dict(common))
@@ -163,6 +191,29 @@ class AutoServer(PersonalServer[AutoSettings, Chosen]):
             uploads=value.uploads | exchange.each("adapter") if due else PerClient(),
             current=PerClient() if is_complete else value.current | dict.fromkeys(choices, True),
         )
+
+    def _judge(self, value: Chosen, exchange: Exchange) -> Chosen:
+        """Return the value with weights from the gradients that clients have sent, if any."""
+        if self.method.trials == "parameters" or not (gradients := exchange.each("gradients")):
+            return value
+        start, uploads = self._judged(self.start), exchange.each("adapter")
+        changes = [{n: t[n] - start[n] for n in sorted(start)} for t in uploads.values()]
+        directions = [
+            torch.cat([t.double().flatten() for t in change.values()])
+            for change in at_one_length(changes)
+        ]
+        shares = shares_of(dict(sorted(value.tokens.items())))
+        trust, least_others = self.method.trust, self.context.least_others
+        rows: dict[str, Mapping[str, float]] = {}
+        judged: dict[str, Mapping[str, list[float]]] = {}
+        for client, sent in gradients.items():
+            products = [[torch.dot(d, g.double()) for d in directions] for g in sent.values()]
+            slopes = torch.tensor(products, dtype=torch.float64)
+            old = {c: (m, p) for c, (m, p) in value.evidence.get(client, {}).items()}
+            evidence = updated(old, slopes, part_of(shares, uploads))
+            judged[client] = {c: [*known] for c, known in evidence.items() if c in shares}
+            rows[client] = row_of(shares, excess(evidence), trust, client, least_others)
+        return replace(value, evidence=value.evidence | judged, rows=value.rows | rows)
 
     def _judged(self, tensors: Tensors) -> Tensors:
         """Return the tensors that trials compare."""

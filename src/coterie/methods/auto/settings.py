@@ -1,7 +1,7 @@
 """The settings of Auto: adapters, trials, and how often parameters are averaged."""
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -22,6 +22,10 @@ class AutoSettings(AdapterMethod):
     set_aside: float = Field(default=0.5, ge=0, lt=1)
     """fraction of the validation samples reserved for judging; routers are trained on the rest (0:
     both use all samples)"""
+    trials: Literal["parameters", "gradients"] = "parameters"
+    """what trials exchange; parameters: clients receive one another's attention pairs, and compute
+    their weights; gradients: clients send gradients of their validation samples, and the server
+    computes the weights"""
     trust: float = Field(default=100.0, ge=0)
     """step size of the change of weights, per nat (eta)"""
     peers: int = Field(default=16, ge=1)

@@ -1,0 +1,172 @@
+"""Auto with gradients in trials: the server weights clients, and nobody receives parameters."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from auto_runs import (
+    NAMES,
+    altered,
+    auto,
+    forged_round,
+    judging_windows,
+    naive_evidence,
+    naive_excess,
+    naive_row,
+    noise,
+    window_losses,
+)
+from tensors import close_to, equal, mean_of
+from turns import nth
+
+from coterie.messages import Message, MessageError
+from coterie.methods.tensors import copied, copy
+from coterie.testing.rounds import down, joined, take
+
+TRAINING = {"steps": 2, "batch": 2, "precision": "fp32", "learning_rate": 0.01}
+
+
+@pytest.fixture
+def make(config):
+    """A run whose clients have joined; keyword arguments are settings of the method."""
+
+    def make(rounds: int = 6, **settings: Any) -> Any:
+        method = auto(trials="gradients", **settings)
+        return joined(config(method=method, rounds=rounds, training=TRAINING))
+
+    return make
+
+
+def naive_gradients(client: Any, windows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the mean gradient of every fourth window, four times."""
+    names = sorted(client.judged)
+    tensors = [client.adapter.tensors()[n].requires_grad_() for n in names]
+    gradients = [
+        torch.cat([g.flatten() for g in torch.autograd.grad(loss, tensors)])
+        for loss in window_losses(client, windows)
+    ]
+    return [torch.stack(gradients[i::4]).mean(0).detach() for i in range(4)]
+
+
+def test_the_server_computes_the_weights_from_gradients(make) -> None:
+    local = make(samples=9, trust=300.0)
+    forged_round(local, 0)
+    expected: dict[str, list[torch.Tensor]] = {}
+    for name, client in local.clients.items():
+        before, mean = client.state(), down(local, name)["adapter"]
+        copy(mean, {n: client.shared[n] for n in mean})
+        expected[name] = naive_gradients(client, judging_windows(local, name, 9))
+        client.restore(before)
+    downloads, uploads = forged_round(local, 1)
+    for name in NAMES:
+        assert not downloads[name].peers
+        sent = uploads[name]["gradients"]
+        assert sorted(sent) == ["0", "1", "2", "3"]
+        for number, gradient in enumerate(expected[name]):
+            error = sent[str(number)].float() - gradient
+            assert error.norm() < 0.01 * gradient.norm()
+    start = {n: t for n, t in local.server.start.items() if n.startswith("dense/")}
+    changes = {
+        name: torch.cat([(u["adapter"][n] - start[n]).flatten() for n in sorted(start)]).double()
+        for name, u in uploads.items()
+    }
+    length = sorted(float(change.norm()) for change in changes.values())[1]
+    shares = dict.fromkeys(NAMES, 1 / 3)
+    rows = {}
+    for name in NAMES:
+        slopes = [
+            [float(g.double() @ changes[c]) * length / float(changes[c].norm()) for c in NAMES]
+            for g in uploads[name]["gradients"].values()
+        ]
+        excess = naive_excess(naive_evidence(slopes, shares, {}))
+        rows[name] = naive_row(shares, excess, 300.0, name)
+        assert local.value.rows[name] == pytest.approx(rows[name], rel=1e-4)
+    assert max(max(row.values()) for row in rows.values()) > 0.4
+    for name, row in rows.items():
+        download = down(local, name)
+        assert download.values["row"] == pytest.approx(row, rel=1e-4)
+        mean = mean_of((uploads[c]["adapter"] for c in row), row.values())
+        assert close_to(download["adapter"], {n: mean[n] for n in download["adapter"]}, atol=1e-5)
+
+
+def test_gradients_are_sent_in_trials_alone(make) -> None:
+    local = make(rounds=8)
+    sent = {}
+    for r in range(8):
+        downloads, uploads = forged_round(local, r)
+        assert not any(download.peers for download in downloads.values())
+        sent[r] = {len(upload["gradients"]) for upload in uploads.values()}
+    assert sent == {r: {4} if r in (1, 3, 7) else {0} for r in range(8)}
+    take(local)
+    [forwarded] = local.schema.forwarded().values()
+    assert forwarded == ["number of training tokens"]
+
+
+def test_a_client_whose_mean_is_worse_stays_alone_until_its_next_trial(make) -> None:
+    local = make(rounds=8)
+    for r in range(2):
+        forged_round(local, r)
+    poet, own = local.clients["poet"], copied(local.clients["poet"].shared)
+    download = down(local, "poet")
+    wrong = noise(poet.shared, 2.0, 4)
+    poet.receive(altered(download, lambda n, t: t + wrong[n]))
+    assert poet.row == {"poet": 1.0}
+    assert equal(poet.buffers["mean"], own)
+    poet.train(nth(2))
+    upload = poet.upload(nth(2))
+    assert upload.values["choice"]["row"] == {"poet": 1.0}
+    forged_round(local, 2, {"poet": lambda _: upload})
+    assert dict(local.value.rows["poet"]) == {"poet": 1.0}
+    assert down(local, "poet").values["row"] == {"poet": 1.0}
+    forged_round(local, 3)
+    assert len(local.value.rows["poet"]) > 1
+
+
+def test_a_client_cannot_give_weights_to_others(make) -> None:
+    local = make()
+    for r in range(3):
+        forged_round(local, r)
+    rows = {name: dict(row) for name, row in local.value.rows.items()}
+
+    def greedy(upload: Message) -> Message:
+        row = {"diarist": 0.9, "poet": 0.1}
+        return replace(upload, values={"choice": {**upload.values["choice"], "row": row}})
+
+    forged_round(local, 3, {"poet": greedy})
+    assert local.value.rows["poet"] != {"diarist": 0.9, "poet": 0.1}
+    rows = {name: dict(row) for name, row in local.value.rows.items()}
+    forged_round(local, 4, {"poet": greedy})
+    assert {name: dict(row) for name, row in local.value.rows.items()} == rows
+
+
+@pytest.mark.parametrize(
+    ("round", "change"),
+    [
+        (1, lambda sent: {**sent, "4": sent["0"]}),
+        (1, lambda sent: {"0": sent["0"][:-1]}),
+        (2, lambda sent: {"0": torch.zeros(3, dtype=torch.bfloat16)}),
+    ],
+    ids=["too many", "of another size", "after the trial"],
+)
+def test_other_gradients_are_refused(round, change, make) -> None:
+    local = make()
+    for r in range(round):
+        forged_round(local, r)
+
+    def forge(upload: Message) -> Message:
+        return replace(upload, groups={**upload.groups, "gradients": change(upload["gradients"])})
+
+    with pytest.raises(MessageError, match="The tensor"):
+        forged_round(local, round, {"poet": forge})
+
+
+def test_one_sample_gives_no_evidence(make) -> None:
+    local = make(samples=2)
+    judging = local.clients["poet"].judging
+    local.clients["poet"].judging = next(judging.split(1))
+    forged_round(local, 0)
+    _, uploads = forged_round(local, 1)
+    assert [len(uploads[name]["gradients"]) for name in NAMES] == [2, 1, 2]
+    assert not local.value.evidence["poet"]
+    assert local.value.rows["poet"] == pytest.approx(dict.fromkeys(NAMES, 1 / 3))
