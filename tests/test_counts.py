@@ -8,10 +8,10 @@ from scripts import counts
 
 ROOT = Path(__file__).parent.parent
 LIMITS = {
-    "files": 1_132,
+    "files": 1_135,
     "lines of src": 33_400,
     "lines of tests": 39_500,
-    "lines of papers": 3_900,
+    "lines of papers": 4_000,
     "lines of benchmarks": 2_750,
     "lines of scripts": 1_030,
     "lines of examples": 480,
