@@ -10,7 +10,7 @@ import typer
 import yaml
 
 from coterie.cli import app
-from coterie.methods.registry import available
+from coterie.methods.registry import METHODS
 from reproduce.__main__ import app as reproduce_app
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +20,7 @@ OVERVIEWS = {"README", "overview", "tables", "data"}
 PAPERS = sorted(PAGES.keys() - OVERVIEWS)
 RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").rglob("*.yaml"))
 CLAIMS = yaml.safe_load((ROOT / "reproduce" / "claims.yaml").read_text(encoding="utf-8"))
-BUILT_IN = set(available())  # before any test registers a plugin
+BUILT_IN = set(METHODS.builtin)
 COTERIE: Any = typer.main.get_command(app)
 REPRODUCE: Any = typer.main.get_command(reproduce_app)
 TABLES = {"comigs": 6, "pcl": 5, "fedamole": 4}

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import reproduce.ablations  # noqa: F401  (registers methods of a recipe)
 from coterie.bases import load_skeleton, load_tokenizer
 from coterie.bases.sites import QUERY_VALUE
 from coterie.config.read import load_config

@@ -181,9 +181,18 @@ class AutoClient(AdapterClient[AutoSettings]):
         slopes = self._slopes(start(shares), pairs)
         evidence = updated(self.evidence, slopes, part_of(shares, pairs))
         self.evidence = {c: known for c, known in evidence.items() if c in shares}
-        above, least_others = excess(self.evidence), self.context.least_others
-        self.row = row_of(shares, above, self.method.trust, name, least_others)
+        self.row = self.weights(shares, pairs)
         self._begin_at(start(self.row))
+
+    def weights(self, shares: Row, pairs: Mapping[ClientId, Tensors]) -> Row:
+        """Return the weights after a trial.
+
+        Args:
+            shares: All clients' shares of the training tokens.
+            pairs: The judged parameters of the clients in the trial.
+        """
+        trust, least_others = self.method.trust, self.context.least_others
+        return row_of(shares, excess(self.evidence), trust, self.context.name, least_others)
 
     def _begin_at(self, mean: Tensors) -> None:
         """Continue from a mean, or alone if the mean is worse than the client's own parameters."""
