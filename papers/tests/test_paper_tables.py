@@ -346,6 +346,21 @@ def test_a_rows_keys_are_below_those_of_columns_and_of_the_command(table) -> Non
     assert {c.cells["fedavg"].training.learning_rate for c in columns} == {0.125}
 
 
+def test_rows_may_differ_in_their_data(table, tmp_path) -> None:
+    # All rows of a column share a session, which must not give a row the data of another one.
+    rows = [
+        {"method": "local", "run": {"data": {"validation_for_training": 0.5}}},
+        {"method": "fedavg"},
+    ]
+    compare_table(table(rows=rows), columns=["two"], seeds=1, out=tmp_path / "out")
+    trained = {
+        path.parent.name.split("-")[0]: json.loads(path.read_text())["clients"]["poet"]["tokens"]
+        for path in tmp_path.glob("out/two/*/run.json")
+    }
+    assert trained["local"]["train"] != trained["fedavg"]["train"]
+    assert trained["local"]["test"] == trained["fedavg"]["test"]
+
+
 def test_the_papers_figures_of_columns_are_not_scores(table) -> None:
     with pytest.raises(CoterieError, match="give the paper's scores in `rows`"):
         load_table(

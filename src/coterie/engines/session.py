@@ -64,7 +64,7 @@ class Session:
         # Other engines run one client per processor.
         default = torch.get_num_threads() if engine == "local" else 1
         torch.set_num_threads(threads or config.threads or default)
-        self._federations: dict[tuple[int, bool, str], Federation] = {}
+        self._federations: dict[tuple[int, bool, str, str], Federation] = {}
         self.warnings: list[str] = []
         """Warnings about the quality of the clients' texts."""
 
@@ -84,8 +84,12 @@ class Session:
         return self.federation(config).clients
 
     def federation(self, config: RunConfig) -> Federation:
-        """Return the clients and the server of a run, with this session's data and bases."""
-        key = (config.seed, config.pooled, config.evaluation.split)
+        """Return the clients and the server of a run, with this session's bases.
+
+        Runs of one session may differ in the section `data`, for example if a table's rows do.
+        """
+        data = config.data.model_dump_json()
+        key = (config.seed, config.pooled, config.evaluation.split, data)
         if key not in self._federations:
             read = gathered(config, self.base.tokenizer, self._check_quality)
             clients = [self._with_base(config, client) for client in read.clients]
