@@ -35,7 +35,8 @@ class RowSpec(_Spec):
     method: str | dict[str, Any]
     """the method, as in a run file"""
     run: dict[str, Any] = {}
-    """keys of a run file for this row, over which those of columns are merged"""
+    """keys of the sections `data` and `training` of a run file for this row, over which those of
+    columns are merged"""
     paper: tuple[float | None, ...] = ()
     """the paper's figure for each column, shares in per cent; null: no figure"""
     paper_std: tuple[float | None, ...] = ()
@@ -266,6 +267,11 @@ def _runs(
     cells = {}
     for row in spec.rows:
         if row.label in rows:
+            if other := sorted(row.run.keys() - {"data", "training"}):
+                raise CoterieError(
+                    f"The row {row.label!r} may change the sections data and training of its runs, "
+                    f"but not {other[0]!r}; set this in `run` of the table or of columns."
+                )
             own = with_row(row.run)
             with prefix_errors(f"row {row.label!r}"):
                 check_trials(own, row.tune)

@@ -346,6 +346,12 @@ def test_a_rows_keys_are_below_those_of_columns_and_of_the_command(table) -> Non
     assert {c.cells["fedavg"].training.learning_rate for c in columns} == {0.125}
 
 
+def test_rows_may_not_differ_in_other_sections(table) -> None:
+    path = table(rows=[{"method": "fedavg", "run": {"base": "tiny-gpt2"}}])
+    with pytest.raises(CoterieError, match="row 'fedavg' may change .* but not 'base'"):
+        load_table(path)
+
+
 def test_rows_may_differ_in_their_data(table, tmp_path) -> None:
     # All rows of a column share a session, which must not give a row the data of another one.
     rows = [
