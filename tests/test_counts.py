@@ -11,7 +11,7 @@ LIMITS = {
     "files": 1_135,
     "lines of src": 33_400,
     "lines of tests": 39_500,
-    "lines of papers": 4_000,
+    "lines of papers": 4_050,
     "lines of benchmarks": 2_750,
     "lines of scripts": 1_030,
     "lines of examples": 480,

@@ -348,7 +348,7 @@ def test_a_rows_keys_are_below_those_of_columns_and_of_the_command(table) -> Non
 
 def test_rows_may_not_differ_in_other_sections(table) -> None:
     path = table(rows=[{"method": "fedavg", "run": {"base": "tiny-gpt2"}}])
-    with pytest.raises(CoterieError, match="row 'fedavg' may change .* but not 'base'"):
+    with pytest.raises(CoterieError, match="but not 'base'"):
         load_table(path)
 
 
