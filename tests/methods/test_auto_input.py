@@ -63,6 +63,20 @@ def test_a_single_client_trains_alone(make) -> None:
     assert equal({n: poet.shared[n] for n in sent}, sent)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("trials", "pairs"), [("parameters", 16), ("gradients", 0)])
+def test_a_hundred_clients_have_trials(trials, pairs, config) -> None:
+    texts = {f"c{i}": NAMES[i % 3] for i in range(100)}
+    local = started(config, texts, method=auto(samples=4, trials=trials))
+    one_round(local, 0)
+    assert {len(down(local, name).peers) for name in ("c0", "c50", "c99")} == {pairs}
+    played = one_round(local, 1)
+    assert played.keys() == texts.keys()
+    for row in local.value.rows.values():
+        assert sum(row.values()) == pytest.approx(1)
+        assert row.keys() <= texts.keys()
+
+
 @pytest.mark.parametrize("tokens", [17, 33, 34])
 def test_few_validation_samples_are_enough(tokens, make) -> None:
     # A single sample gives no evidence: all clients share one mean, and no client is alone.
