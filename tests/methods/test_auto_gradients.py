@@ -20,6 +20,7 @@ from auto_runs import (
 from tensors import close_to, equal, mean_of
 from turns import nth
 
+from coterie.errors import CoterieError
 from coterie.messages import Message, MessageError
 from coterie.methods.tensors import copied, copy
 from coterie.testing.rounds import down, joined, take
@@ -49,16 +50,24 @@ def naive_gradients(client: Any, windows: list[torch.Tensor]) -> list[torch.Tens
     return [torch.stack(gradients[i::4]).mean(0).detach() for i in range(4)]
 
 
-def test_the_server_computes_the_weights_from_gradients(make) -> None:
-    local = make(samples=9, trust=300.0)
-    forged_round(local, 0)
+@pytest.mark.parametrize("trial", [1, 3])
+def test_the_server_computes_the_weights_from_gradients(trial, make) -> None:
+    local, uploads = make(samples=9, trust=300.0), {}
+    for r in range(trial):
+        uploads = forged_round(local, r)[1]
+    every = mean_of(upload["adapter"] for upload in uploads.values())
     expected: dict[str, list[torch.Tensor]] = {}
     for name, client in local.clients.items():
-        before, mean = client.state(), down(local, name)["adapter"]
+        download, before = down(local, name), client.state()
+        common = {n: every[n] for n in client.judged}
+        assert close_to(download["common"], common, atol=1e-6)
+        mean = {**download["adapter"], **common}
         copy(mean, {n: client.shared[n] for n in mean})
         expected[name] = naive_gradients(client, judging_windows(local, name, 9))
         client.restore(before)
-    downloads, uploads = forged_round(local, 1)
+    earlier = {c: dict(known) for c, known in local.value.evidence.items()}
+    assert bool(earlier) == (trial == 3)
+    downloads, uploads = forged_round(local, trial)
     for name in NAMES:
         assert not downloads[name].peers
         sent = uploads[name]["gradients"]
@@ -79,10 +88,12 @@ def test_the_server_computes_the_weights_from_gradients(make) -> None:
             [float(g.double() @ changes[c]) * length / float(changes[c].norm()) for c in NAMES]
             for g in uploads[name]["gradients"].values()
         ]
-        excess = naive_excess(naive_evidence(slopes, shares, {}))
-        rows[name] = naive_row(shares, excess, 300.0, name)
+        evidence = naive_evidence(slopes, shares, earlier.get(name, {}))
+        for client, known in evidence.items():
+            assert local.value.evidence[name][client] == pytest.approx(known, rel=1e-3, abs=1e-6)
+        rows[name] = naive_row(shares, naive_excess(evidence), 300.0, name)
         assert local.value.rows[name] == pytest.approx(rows[name], rel=1e-4)
-    assert max(max(row.values()) for row in rows.values()) > 0.4
+    assert trial == 3 or max(max(row.values()) for row in rows.values()) > 0.4
     for name, row in rows.items():
         download = down(local, name)
         assert download.values["row"] == pytest.approx(row, rel=1e-4)
@@ -96,6 +107,7 @@ def test_gradients_are_sent_in_trials_alone(make) -> None:
     for r in range(8):
         downloads, uploads = forged_round(local, r)
         assert not any(download.peers for download in downloads.values())
+        assert all(bool(d["common"]) == (r in (1, 3, 7)) for d in downloads.values())
         sent[r] = {len(upload["gradients"]) for upload in uploads.values()}
     assert sent == {r: {4} if r in (1, 3, 7) else {0} for r in range(8)}
     take(local)
@@ -159,6 +171,22 @@ def test_other_gradients_are_refused(round, change, make) -> None:
 
     with pytest.raises(MessageError, match="The tensor"):
         forged_round(local, round, {"poet": forge})
+
+
+def test_a_client_trains_from_its_own_mean_after_it_computed_gradients(make) -> None:
+    local = make()
+    for r in range(3):
+        forged_round(local, r)
+    poet = local.clients["poet"]
+    poet.receive(down(local, "poet"))
+    assert poet.gradients
+    assert equal(poet.shared, poet.buffers["mean"])
+
+
+def test_gradients_of_single_clients_and_limits_of_means_are_refused(config) -> None:
+    run = config(method=auto(trials="gradients"), aggregation={"least_others": 2})
+    with pytest.raises(CoterieError, match="uses 'gradients'"):
+        joined(run)
 
 
 def test_one_sample_gives_no_evidence(make) -> None:

@@ -70,7 +70,10 @@ class AutoClient(AdapterClient[AutoSettings]):
         names = self.method.downloaded(parameters, complete)
         sent = {n: t for n, t in self.shared.items() if n in names}
         check_shapes(download["adapter"], shapes_of(sent))
-        if common := download["common"]:
+        common = download["common"]
+        if common and not last:
+            check_shapes(common, shapes_of(self.judged))
+        elif common:
             sends, number = self.method.sends, self.context.rounds - 1
             uploaded = {n: t for n, t in self.shared.items() if sends(parameters[n], number)}
             check_shapes(common, shapes_of(uploaded))
@@ -89,11 +92,11 @@ class AutoClient(AdapterClient[AutoSettings]):
         elif has_changed:
             self._begin_at(self.buffers["mean"])
         self.gradients = {}
-        if sizes and not peers and not last:
-            gradients = self._gradients()
+        if common and not last:
+            gradients = self._gradients(common)
             self.gradients = {str(i): g.to(torch.bfloat16) for i, g in enumerate(gradients)}
         is_own = download.exchange and (last or complete) and self._compare()
-        if common:
+        if common and last:
             part = self._approach(common)
             shares = self._shares(sizes)
             row = {self.context.name: 1.0} if is_own else self.row or shares
@@ -215,11 +218,18 @@ class AutoClient(AdapterClient[AutoSettings]):
         directions = at_one_length(changes)
         return sample_slopes(self.context, self.model(), self.judging, self.judged, directions)
 
-    def _gradients(self) -> list[Tensor]:
-        """Return the mean gradients of groups of samples, at the current parameters."""
+    def _gradients(self, common: Tensors) -> list[Tensor]:
+        """Return the mean gradients of groups of samples, at the mean with the clients' shares.
+
+        Args:
+            common: The judged parameters of this mean.
+        """
+        copy(common, self.judged)
         self.adapter.require_grad(self.method.judges)
         judged = dict(sorted(self.judged.items()))
-        return mean_gradients(self.context, self.model(), self.judging, judged, GRADIENTS)
+        gradients = mean_gradients(self.context, self.model(), self.judging, judged, GRADIENTS)
+        copy(self.buffers["mean"], self.shared)
+        return gradients
 
     def state(self) -> State:
         choice = {"row": self.row, "evidence": self.evidence}

@@ -42,10 +42,11 @@ A client estimates slopes in trials after the rounds 1, 3, 7, 15 and so on:
    weight is its own. Such a client ignores the mean until the next trial.
 
 With `trials: gradients`, clients do not receive the parameters of single others. In a trial, a
-client computes the mean gradients of four groups of its samples, at the mean that it has received,
-and sends them with its parameters. The server multiplies them with the clients' changes: these are
-the slopes, with four values for each client. The server computes the weights, and averages with
-them at once. The client does step 3 when it receives this mean.
+client also receives the attention pairs of the mean with the weights p. With these, it computes the
+mean gradients of four groups of its samples, and sends them with its parameters. The server
+multiplies them with the clients' changes: these are the slopes, with four values for each client.
+The server computes the weights, and averages with them at once. The client does step 3 when it
+receives this mean.
 
 Whether the mean or the client's own parameters are evaluated also depends on the validation loss,
 in the rounds whose mean contains all parameters and after the last round.
@@ -138,6 +139,7 @@ class Auto(AutoSettings, Mixture):
             copies=lambda p, _: GRADIENTS * self.judges(p),
             when="in trials",
         )
+        common = replace(common, when=when, exclusive=False)
         row = MessageField("row", "weights of other clients", "json", of=("gradients", "adapter"))
         return replace(super().schema(), up=(*up, gradients), down=(adapter, common, sizes, row))
 

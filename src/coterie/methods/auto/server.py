@@ -49,7 +49,8 @@ class Chosen(Personal):
     uploads: PerClient[Tensors] = PerClient()
     """The latest upload of each client, if a trial is due for any client."""
     common: Tensors = field(default_factory=dict)
-    """The mean of all clients' parameters after the last round; before, nothing."""
+    """The mean of all clients' parameters after the last round, and that of judged parameters
+    before trials in which clients send gradients; otherwise, nothing."""
     current: PerClient[bool] = PerClient()
     """The clients that have uploaded since all parameters were last averaged."""
 
@@ -73,6 +74,10 @@ class AutoServer(PersonalServer[AutoSettings, Chosen]):
         """Return whether a trial is due for a client before an exchange."""
         latest = latest_trial(exchange) if exchange < self.context.rounds else 0
         return latest > value.tried.get(client, 0)
+
+    def _is_due(self, value: Chosen, exchange: int) -> bool:
+        """Return whether a trial is due for any client before an exchange."""
+        return any(self._due(value, client, exchange) for client in value.rows)
 
     def _tries(self, value: Chosen, client: ClientId, exchange: Exchange) -> bool:
         """Return whether an exchange is a trial of a client."""
@@ -117,11 +122,13 @@ class AutoServer(PersonalServer[AutoSettings, Chosen]):
         of_peers = value.uploads.only(self._peers(value, client, exchange))
         peers = of_peers.mapped(lambda tensors: {"adapter": rounded(self._judged(tensors))})
         tries, values = self._tries(value, client, exchange), dict[str, Json]()
-        if tries or message["common"]:
+        last = exchange.turn.exchange == self.context.rounds
+        common = message["common"] if tries or last else {}
+        if tries or common:
             values["sizes"] = {c: count for c, count in value.tokens.items() if c != client}
         if self.method.trials == "gradients":
             values["row"] = dict(value.rows.get(client, {}))
-        groups = {**message.groups, "adapter": sent}
+        groups = {**message.groups, "adapter": sent, "common": common}
         return replace(message, groups=groups, peers=peers, values=values)
 
     def expects(self, value: Chosen, client: ClientId, exchange: Exchange) -> Mapping[str, Shapes]:
@@ -154,8 +161,12 @@ class AutoServer(PersonalServer[AutoSettings, Chosen]):
     def rows(self, value: Chosen, exchange: Exchange) -> Rows:
         everybody = shares_of(value.tokens)
         rows = {client: row or everybody for client, row in value.rows.items()}
+        number = exchange.turn.exchange + 1
+        needed = number == self.context.rounds or (
+            self.method.trials == "gradients" and self._is_due(value, number)
+        )
         # From two means of one exchange, a client could compute those of fewer others.
-        if exchange.turn.exchange + 1 == self.context.rounds and self.context.least_others == 1:
+        if needed and self.context.least_others == 1:
             rows[EVERYBODY] = everybody
         return limited_rows(rows, exchange.counted, self.context.least_others)
 
@@ -181,14 +192,16 @@ class AutoServer(PersonalServer[AutoSettings, Chosen]):
             tried=value.tried | dict.fromkeys(trying, latest_trial(number)),
         )
         value = super().aggregate(self._judge(value, exchange), exchange)
-        if common := value.means.get(EVERYBODY):
-            means = value.means.without(EVERYBODY)
-            value = replace(value, means=means, common=dict(common))
-        due = any(self._due(value, client, number + 1) for client in value.rows)
+        common = dict(value.means.get(EVERYBODY, {}))
+        if number + 1 < self.context.rounds:
+            common = self._judged(common)
+        value = replace(value, means=value.means.without(EVERYBODY), common=common)
         is_complete = (number + 1) % self.method.every == 0
         return replace(
             value,
-            uploads=value.uploads | exchange.each("adapter") if due else PerClient(),
+            uploads=value.uploads | exchange.each("adapter")
+            if self._is_due(value, number + 1)
+            else PerClient(),
             current=PerClient() if is_complete else value.current | dict.fromkeys(choices, True),
         )
 
