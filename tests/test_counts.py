@@ -9,7 +9,7 @@ from scripts import counts
 ROOT = Path(__file__).parent.parent
 LIMITS = {
     "files": 1_135,
-    "lines of src": 33_400,
+    "lines of src": 33_450,
     "lines of tests": 39_500,
     "lines of papers": 4_050,
     "lines of benchmarks": 2_750,
