@@ -33,7 +33,7 @@ def test_tilted_weights_have_a_divergence(distance) -> None:
 
 
 def test_weights_by_cosine_are_as_far_from_the_shares(tmp_path) -> None:
-    shares = dict.fromkeys(("diarist", "poet", "whaler"), 1 / 3)
+    shares: dict[str, float] = dict.fromkeys(("diarist", "poet", "whaler"), 1 / 3)
     own, cosine = (rows(tmp_path / n, n) for n in ("auto", "auto-cosine"))
     assert max(divergence(row, shares) for row in own.values()) > 0.01
     for name, row in own.items():

@@ -1,7 +1,6 @@
 """Table files: what they say, what is wrong with them, and filling them in."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
@@ -174,6 +173,7 @@ def test_rows_and_columns_are_chosen_by_name_or_method(table) -> None:
             {"columns": [{"name": "A"}], "rows": [{"method": "local"}]},
             "column 'A': The run has no clients",
         ),
+        ({"rows": [{"method": "local", "run": {"base": "x"}}]}, "'local' may .* but not 'base'"),
         ({"rows": [{"method": "fedavgg"}]}, "row 'fedavgg': There is no method"),
         ({"rows": [{"method": {"name": "local", "ranc": 3}}]}, "Unknown key 'method.ranc'"),
         ({"run": {"method": "local"}}, "remove 'method'"),
@@ -346,12 +346,6 @@ def test_a_rows_keys_are_below_those_of_columns_and_of_the_command(table) -> Non
     assert {c.cells["fedavg"].training.learning_rate for c in columns} == {0.125}
 
 
-def test_rows_may_not_differ_in_other_sections(table) -> None:
-    path = table(rows=[{"method": "fedavg", "run": {"base": "tiny-gpt2"}}])
-    with pytest.raises(CoterieError, match="but not 'base'"):
-        load_table(path)
-
-
 def test_rows_may_differ_in_their_data(table, tmp_path) -> None:
     # All rows of a column share a session, which must not give a row the data of another one.
     rows = [
@@ -401,12 +395,3 @@ def test_messages_are_weighed_for_every_row(table, tmp_path) -> None:
     shown = compare_table(path, settings=["rounds=3"], out=tmp_path / "out")
     assert shown["columns"]["two"].keys() == {"local", "pcl-2"}
     assert "| pcl-2 | up | update |" in (tmp_path / "out" / "table.md").read_text()
-
-
-def test_the_pages_example_is_a_table(tmp_path) -> None:
-    page = Path(__file__).parents[1] / "tables.md"
-    (example,) = re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    path = tmp_path / "table.yaml"
-    path.write_text(example)
-    _, (column,) = load_table(path)
-    assert column.cells["CoMiGS"].method.described()["mlp"]["specialists"] == {"anna": 1, "ben": 3}

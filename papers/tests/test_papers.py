@@ -12,6 +12,7 @@ import yaml
 from coterie.cli import app
 from coterie.methods.registry import METHODS
 from reproduce.__main__ import app as reproduce_app
+from reproduce.tables import load_table
 
 ROOT = Path(__file__).parents[1]
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in ROOT.glob("*.md")}
@@ -100,6 +101,14 @@ def test_the_examples_on_the_pages_can_be_parsed() -> None:
             COTERIE.commands[words[1]].make_context("", words[2:])
         elif words[:3] == ["python", "-m", "reproduce"]:
             REPRODUCE.make_context("", words[3:])
+
+
+def test_the_example_of_a_table_file_is_a_table(tmp_path) -> None:
+    (example,) = re.findall(r"```yaml\n(.*?)```", PAGES["tables"], re.DOTALL)
+    path = tmp_path / "table.yaml"
+    path.write_text(example)
+    _, (column,) = load_table(path)
+    assert column.cells["CoMiGS"].method.described()["mlp"]["specialists"] == {"anna": 1, "ben": 3}
 
 
 def section(page: str, name: str) -> str:

@@ -202,6 +202,7 @@ VALUE_CHECKS: dict[str, Callable[[Json], bool]] = {
     metric.TEST: _is_score,
     metric.TRUST: _is_mapping_of_numbers,
     metric.RANK: _is_mapping_of_numbers,
+    metric.CLUSTER: _is_round,
     metric.TAUGHT: _is_mapping_of_numbers,
     metric.ROUTING: _is_array,
     metric.FUSION: _is_array,
