@@ -6,7 +6,6 @@ from typing import ClassVar
 
 import torch
 
-import coterie
 from coterie.adapters import Parameter
 from coterie.messages import Tensors
 from coterie.methods.auto.client import AutoClient
@@ -86,7 +85,6 @@ class OneTrialServer(AutoServer):
         return client not in value.tried and super()._due(value, client, exchange)
 
 
-@coterie.register
 class AutoCosine(Auto):
     """Auto with weights by cosine similarity, as far from the shares as its own ones."""
 
@@ -97,7 +95,6 @@ class AutoCosine(Auto):
         return CosineClient(self, context)
 
 
-@coterie.register
 class AutoPermuted(Auto):
     """Auto with its own weights, given to other clients."""
 
@@ -108,7 +105,6 @@ class AutoPermuted(Auto):
         return PermutedClient(self, context)
 
 
-@coterie.register
 class AutoOnce(Auto):
     """Auto with one trial."""
 
@@ -119,7 +115,6 @@ class AutoOnce(Auto):
         return OneTrialServer(self, context)
 
 
-@coterie.register
 class AutoExperts(Auto):
     """Auto whose trials compare the first expert, too."""
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-import reproduce.ablations  # noqa: F401  (registers methods of a recipe)
 from coterie.bases import load_skeleton, load_tokenizer
 from coterie.bases.sites import QUERY_VALUE
+from coterie.config.plugins import load_plugin
 from coterie.config.read import load_config
 from coterie.data.examples import Examples
 from coterie.data.files import Record
@@ -33,6 +33,12 @@ WHOLE = ("opposite", "rivals", *GRIDS)
 """Tables without a quarter regime, because they have little text or few pairs."""
 DATA = ROOT.parents[1] / "shared" / "data"
 at_hand = pytest.mark.skipif(not DATA.is_dir(), reason="the experiments' data sets are not at hand")
+
+
+@pytest.fixture(autouse=True)
+def _variants() -> None:
+    """The recipe of auto's parts needs a plugin."""
+    load_plugin(ROOT / "reproduce" / "ablations.py")
 
 
 def name(path: Path) -> str:
