@@ -139,7 +139,6 @@ def test_a_client_cannot_give_weights_to_others(make) -> None:
     local = make()
     for r in range(3):
         forged_round(local, r)
-    rows = {name: dict(row) for name, row in local.value.rows.items()}
 
     def greedy(upload: Message) -> Message:
         row = {"diarist": 0.9, "poet": 0.1}

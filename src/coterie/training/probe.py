@@ -77,9 +77,11 @@ def mean_gradients(
     samples, means = [*batch.split(1)], []
     for number in range(min(most, len(samples))):
         group = samples[number::most]
-        gradients = [_gradient(context, model, sample, parameters) for sample in group]
-        flat = [torch.cat([t.double().flatten() for t in g.values()]) for g in gradients]
-        means.append(torch.stack(flat).mean(0))
+        total = torch.zeros(sum(p.numel() for p in parameters.values()), dtype=torch.float64)
+        for sample in group:
+            gradient = _gradient(context, model, sample, parameters)
+            total += torch.cat([t.flatten() for t in gradient.values()])
+        means.append(total / len(group))
     return [mean for mean in means if mean.isfinite().all()]
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean, median_low
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -28,9 +28,8 @@ GRADIENTS = 4
 """The number of gradients that a client sends in a trial, each of an equal part of its samples."""
 Evidence = tuple[float, float]
 """The mean of slopes, in nats per token, and its precision: 1 divided by its variance."""
-
-
 Weight = Annotated[float, Field(ge=0, le=1)]
+T = TypeVar("T")
 
 
 class Choice(TypedDict):
@@ -61,12 +60,8 @@ def checked_choice(client: str, value: Json, known: Collection[str]) -> Choice:
     Raises:
         MessageError: The choice is invalid.
     """
-    try:
-        choice = _CHOICE.validate_python(value, strict=True)
-    except ValidationError as error:
-        raise MessageError(
-            f"The client {client!r} sent an invalid choice (weights, or number of tokens)."
-        ) from error
+    fault = f"The client {client!r} sent an invalid choice (weights, or number of tokens)."
+    choice = _validated(_CHOICE, value, fault)
     row = {name: weight for name, weight in choice["row"].items() if name in known}
     return {**choice, "row": row if any(row.values()) or not choice["row"] else {client: 1.0}}
 
@@ -81,12 +76,8 @@ def checked_sizes(value: Json, peers: Collection[str]) -> dict[str, int]:
     Raises:
         MessageError: A number is missing or invalid.
     """
-    try:
-        sizes = _SIZES.validate_python(value, strict=True)
-    except ValidationError as error:
-        raise MessageError(
-            "The download has no valid numbers of training tokens of the other clients."
-        ) from error
+    fault = "The download has no valid numbers of training tokens of the other clients."
+    sizes = _validated(_SIZES, value, fault)
     if not sizes.keys() >= {*peers}:
         raise MessageError("The download lacks numbers of training tokens of the other clients.")
     return sizes
@@ -101,10 +92,14 @@ def checked_row(value: Json) -> dict[str, float]:
     Raises:
         MessageError: A weight is invalid.
     """
+    return _validated(_ROW, value, "The download has no valid weights of this client.")
+
+
+def _validated(kind: TypeAdapter[T], value: Json, fault: str) -> T:
     try:
-        return _ROW.validate_python(value, strict=True)
+        return kind.validate_python(value, strict=True)
     except ValidationError as error:
-        raise MessageError("The download has no valid weights of this client.") from error
+        raise MessageError(fault) from error
 
 
 def latest_trial(complete: int) -> int:

@@ -149,7 +149,7 @@ class AutoClient(AdapterClient[AutoSettings]):
 
     def upload(self, turn: Turn) -> Message:
         message, choice = super().upload(turn), {"row": self.row, "tokens": self.tokens}
-        groups = {**message.groups, **({"gradients": self.gradients} if self.gradients else {})}
+        groups = {**message.groups, "gradients": self.gradients}
         return replace(message, groups=groups, values={"choice": choice})
 
     def _mean_loss(self, tensors: Tensors) -> float:

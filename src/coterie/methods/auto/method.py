@@ -140,6 +140,7 @@ class Auto(AutoSettings, Mixture):
             when="in trials",
         )
         common = replace(common, when=when, exclusive=False)
+        sizes = replace(sizes, when="after the last round")
         row = MessageField("row", "weights of other clients", "json", of=("gradients", "adapter"))
         return replace(super().schema(), up=(*up, gradients), down=(adapter, common, sizes, row))
 

@@ -28,7 +28,7 @@ from coterie.methods.contract import ClientId, ServerContext
 from coterie.methods.grouped import Personal, PersonalServer
 from coterie.methods.value import PerClient
 from coterie.seeding import generator
-from coterie.transforms.context import Rows
+from coterie.transforms.context import Row, Rows
 
 EVERYBODY = ""
 """The name of the mean of all clients' parameters; no client has this name."""
@@ -121,10 +121,10 @@ class AutoServer(PersonalServer[AutoSettings, Chosen]):
         sent = {n: t for n, t in message["adapter"].items() if n in names}
         of_peers = value.uploads.only(self._peers(value, client, exchange))
         peers = of_peers.mapped(lambda tensors: {"adapter": rounded(self._judged(tensors))})
-        tries, values = self._tries(value, client, exchange), dict[str, Json]()
+        values: dict[str, Json] = {}
         last = exchange.turn.exchange == self.context.rounds
-        common = message["common"] if tries or last else {}
-        if tries or common:
+        common = message["common"] if last or self._tries(value, client, exchange) else {}
+        if peers or (last and common):
             values["sizes"] = {c: count for c, count in value.tokens.items() if c != client}
         if self.method.trials == "gradients":
             values["row"] = dict(value.rows.get(client, {}))
@@ -178,11 +178,13 @@ class AutoServer(PersonalServer[AutoSettings, Chosen]):
             client: checked_choice(client, choice, value.held)
             for client, choice in exchange.each("choice").items()
         }
+
+        def accepts(client: ClientId, row: Row) -> bool:
+            # The server computes the weights of clients that send gradients; they may stay alone.
+            return row.keys() == {client} if gradients else client in trying
+
         rows = {
-            # The server computes the weights of clients that send gradients; they may prefer none.
-            client: choice["row"]
-            if (choice["row"].keys() == {client} if gradients else client in trying)
-            else value.rows.get(client, {})
+            client: row if accepts(client, row := choice["row"]) else value.rows.get(client, {})
             for client, choice in choices.items()
         }
         value = replace(
@@ -195,13 +197,12 @@ class AutoServer(PersonalServer[AutoSettings, Chosen]):
         common = dict(value.means.get(EVERYBODY, {}))
         if number + 1 < self.context.rounds:
             common = self._judged(common)
-        value = replace(value, means=value.means.without(EVERYBODY), common=common)
-        is_complete = (number + 1) % self.method.every == 0
+        due, is_complete = self._is_due(value, number + 1), (number + 1) % self.method.every == 0
         return replace(
             value,
-            uploads=value.uploads | exchange.each("adapter")
-            if self._is_due(value, number + 1)
-            else PerClient(),
+            means=value.means.without(EVERYBODY),
+            common=common,
+            uploads=value.uploads | exchange.each("adapter") if due else PerClient(),
             current=PerClient() if is_complete else value.current | dict.fromkeys(choices, True),
         )
 
