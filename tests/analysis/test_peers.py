@@ -72,6 +72,16 @@ def test_weights_are_those_of_the_model_that_a_client_kept(kept, reports, peers,
     assert peers_in(run) == [f"anna learns with {peers} (1.00)" if peers else earlier]
 
 
+def test_the_weights_of_the_last_mean_belong_to_no_earlier_model(written) -> None:
+    three = rows(2, anna={"ben": 1.0}) + rows(3, anna={"carl": 1.0}) + rows(3, anna={"dan": 1.0})
+    run = written("run", AUTO, figures=three)
+    for kept, peer in ((2, "ben"), (3, "carl"), (4, "dan")):
+        result = json.loads((run / "result.json").read_text())
+        result |= {"kept": {"anna": kept}, "reports": "aggregated"}
+        (run / "result.json").write_text(json.dumps(result))
+        assert peers_in(run) == [f"anna learns with {peer} (1.00)"]
+
+
 def test_many_peers_are_shortened_and_many_clients_summed_up(written, tmp_path) -> None:
     names = [f"c{n:02}" for n in range(21)]
     few = written("few", AUTO, figures=rows(1, c00=dict.fromkeys(names[:13], 1 / 13)))

@@ -60,14 +60,19 @@ def sentences(run: ReportedRun, runs: Iterable[ReportedRun]) -> list[str]:
 def _weights(run: ReportedRun) -> Weights:
     """Return the weights that each client used last before it scored the model that it kept."""
     kept = (run.result or {}).get("kept", {})
-    # A client receives the aggregate of a round, and records its weights, in the next round.
-    delay = run.reports == "aggregated"
+    # A client receives the aggregate of a round, and records its weights, in the next round. The
+    # last aggregate has no next round; its weights are recorded in the last round, after others.
+    delay, last = run.reports == "aggregated", run.config["rounds"]
     chosen: dict[str, Mapping[str, float] | None] = {}
-    for (client, round), row in run.by_client(TRUST).iterrows():
-        chosen.setdefault(client, None)
-        if round <= kept.get(client, round) + delay:
-            peers = {n: w for n, w in row.items() if n != client and w >= SMALLEST}
-            chosen[client] = dict(sorted(peers.items(), key=lambda peer: (-peer[1], peer[0])))
+    for client, recorded in run.by_client(TRUST).groupby(level="client"):
+        rows = [(round, row) for (_, round), row in recorded.iterrows()]
+        rounds = kept.get(client, last)
+        if delay and rounds < last == rows[-1][0]:
+            del rows[-1]
+        used = [row for round, row in rows if round <= rounds + delay]
+        peers = {n: w for n, w in used[-1].items() if n != client and w >= SMALLEST} if used else {}
+        ordered = dict(sorted(peers.items(), key=lambda peer: (-peer[1], peer[0])))
+        chosen[client] = ordered if used else None
     return dict(sorted(chosen.items()))
 
 
