@@ -151,6 +151,24 @@ def test_a_client_cannot_give_weights_to_others(make) -> None:
     assert {name: dict(row) for name, row in local.value.rows.items()} == rows
 
 
+@pytest.mark.parametrize("size", [2.0, torch.finfo(torch.bfloat16).max])
+def test_huge_gradients_exclude_their_sender_from_the_trial(size, make) -> None:
+    local = make(trust=300.0)
+
+    def forge(upload: Message) -> Message:
+        gradients = {n: size * g.sign() for n, g in upload["gradients"].items()}
+        return replace(upload, groups={**upload.groups, "gradients": gradients})
+
+    forged_round(local, 0)
+    forged_round(local, 1, {"poet": forge})
+    assert sorted(local.value.evidence) == ["diarist", "whaler"]
+    assert all(sorted(known) == ["diarist", "whaler"] for known in local.value.evidence.values())
+    assert not local.value.rows["poet"]
+    forged_round(local, 2)
+    forged_round(local, 3)
+    assert all(sorted(known) == [*NAMES] for known in local.value.evidence.values())
+
+
 @pytest.mark.parametrize(
     ("round", "change"),
     [
