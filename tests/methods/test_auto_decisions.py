@@ -5,14 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from auto_runs import altered, auto, forged_round, noise
+import torch
+from auto_runs import altered, auto, forged_round, judging_windows, noise, window_losses
 from tensors import close_to, equal
 from turns import nth
 
 from coterie.messages import State
 from coterie.messages.names import TRUST
 from coterie.methods.auto import client as auto_client
-from coterie.methods.tensors import copied
+from coterie.methods.tensors import copied, copy
 from coterie.testing.loop import assert_equal
 from coterie.testing.rounds import down, joined, one_round
 
@@ -127,6 +128,26 @@ def receive_worse_mean(local: Any, complete: int, better: str) -> None:
     client.train(nth(complete))
     assert equal(client.buffers["mean"], received)  # it trains from the mean all the same
     client.restore(before)
+
+
+def test_a_mean_is_not_scored_if_it_is_worse_by_its_error(config) -> None:
+    local = after(config, 4)
+    client, windows = local.clients["poet"], judging_windows(local, "poet", 32)
+    before, own, kept = client.state(), copied(client.shared), []
+    for size in (0.0, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.5):
+        client.receive(worse(local, "poet", size))
+        result = copied(client.shared)
+        losses = []
+        for tensors in (client.buffers["mean"], own):
+            copy(tensors, client.shared)
+            each = torch.stack(window_losses(client, windows)).detach()
+            losses.append(torch.stack([pair.mean() for pair in each.split(2)]))
+        excess = losses[0] - losses[1]
+        is_own = bool(excess.mean() > excess.std() / math.sqrt(len(excess)))
+        assert equal(result, own if is_own else client.buffers["mean"]), size
+        kept.append((is_own, bool(excess.mean() > 0)))
+        client.restore(before)
+    assert {(False, False), (False, True), (True, True)} == {*kept}
 
 
 def test_a_mean_whose_loss_is_not_a_number_is_replaced(config) -> None:

@@ -108,16 +108,14 @@ class AutoClient(AdapterClient[AutoSettings]):
         return self.row.keys() == {self.context.name}
 
     def _compare(self) -> bool:
-        """Set the model to the client's own parameters, unless the mean has a lower loss.
+        """Set the model to the mean or, if the mean is worse, to the client's own parameters.
 
         Returns:
             Whether the model now has the client's own parameters.
         """
-        if self._is_alone:
-            return True
-        loss = self._mean_loss(self.buffers["own"])
-        if is_own := not self._mean_loss(self.buffers["mean"]) < loss:  # it may be NaN
-            copy(self.buffers["own"], self.shared)
+        mean = self.buffers["mean"]
+        is_own = self._is_alone or not self._excess(mean) <= 0  # it may be NaN
+        copy(self.buffers["own"] if is_own else mean, self.shared)
         return is_own
 
     def _approach(self, common: Tensors) -> float:
@@ -159,12 +157,16 @@ class AutoClient(AdapterClient[AutoSettings]):
         return mean_loss(self.context.base, self.model(), self.judging, at_once)
 
     def _losses(self, tensors: Tensors) -> Tensor:
-        """Return the mean losses on groups of four samples, after setting the shared parameters."""
+        """Return the mean losses on pairs of samples, after setting the shared parameters."""
         copy(tensors, self.shared)
-        base, model, at_once = self.context.base, self.model(), self.context.training.at_once
-        groups = self.judging.split(4)
-        losses = [mean_loss(base, model, group, at_once) for group in groups]
+        base, model = self.context.base, self.model()
+        losses = [mean_loss(base, model, pair, 2) for pair in self.judging.split(2)]
         return torch.tensor(losses, dtype=torch.float64)
+
+    def _excess(self, mean: Tensors) -> float:
+        """Return a mean's loss minus that of the client's own parameters and the standard error."""
+        excess = self._losses(mean) - self._losses(self.buffers["own"])
+        return (excess.mean() - standard_error(excess)).item()
 
     def _judge(self, peers: Mapping[ClientId, Tensors], sizes: Mapping[ClientId, float]) -> None:
         """Determine the weights, and continue from the mean with these weights.
@@ -199,10 +201,8 @@ class AutoClient(AdapterClient[AutoSettings]):
 
     def _begin_at(self, mean: Tensors) -> None:
         """Continue from a mean, or alone if the mean is worse than the client's own parameters."""
-        own = self.buffers["own"]
-        worse = self._losses(mean) - self._losses(own)
-        if worse.mean() - standard_error(worse) > MARGIN:
-            self.row, mean = {self.context.name: 1.0}, copied(own)
+        if not self._excess(mean) <= MARGIN:  # it may be NaN
+            self.row, mean = {self.context.name: 1.0}, copied(self.buffers["own"])
         self.buffers["mean"] = dict(mean)
         copy(mean, self.shared)
         self.context.log(TRUST, self.row)

@@ -48,8 +48,8 @@ multiplies them with the clients' changes: these are the slopes, with four value
 The server computes the weights, and averages with them at once. The client does step 3 when it
 receives this mean.
 
-Whether the mean or the client's own parameters are evaluated also depends on the validation loss,
-in the rounds whose mean contains all parameters and after the last round.
+In the rounds whose mean contains all parameters, and after the last round, the client's own
+parameters are evaluated instead of the mean if their loss is lower by more than the standard error.
 
 During training, a client needs weights that avoid differences between texts, because later rounds
 would add up their effects. After the last round, it can reduce the noise further: clients receive
