@@ -17,7 +17,7 @@ from reproduce.tables import load_table
 ROOT = Path(__file__).parents[1]
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in ROOT.glob("*.md")}
 TEXT = "\n".join(PAGES.values())
-OVERVIEWS = {"README", "overview", "tables", "data"}
+OVERVIEWS = {"README", "overview", "tables", "data", "scenarios"}
 PAPERS = sorted(PAGES.keys() - OVERVIEWS)
 RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").rglob("*.yaml"))
 CLAIMS = yaml.safe_load((ROOT / "reproduce" / "claims.yaml").read_text(encoding="utf-8"))
