@@ -8,14 +8,14 @@ from scripts import counts
 
 ROOT = Path(__file__).parent.parent
 LIMITS = {
-    "files": 1_135,
+    "files": 1_138,
     "lines of src": 33_450,
     "lines of tests": 39_500,
     "lines of papers": 4_050,
     "lines of benchmarks": 2_750,
     "lines of scripts": 1_030,
     "lines of examples": 480,
-    "words": 50_600,
+    "words": 51_500,
     "kB of the wheel": 22_000,
 }
 
